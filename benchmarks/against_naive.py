@@ -1,0 +1,134 @@
+"""Ours against the usual `@serve.batch` around `model.generate`: same machine, same model, same load, in turn.
+
+    .venv/bin/python -m benchmarks.against_naive
+
+Prints one line per run and, at the end, the ratios of the medians. Exits with 1 when a ratio misses its target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import yaml
+
+from benchmarks.load import LoadResult, mixed_jobs, run_load
+
+ROOT = Path(__file__).resolve().parents[1]
+START_TIMEOUT_S = 180
+MIN_SPEEDUP, MAX_TTFT_RATIO = 3.0, 1 / 3
+
+
+def our_config(port: int) -> dict[str, object]:
+    """serve_config.yaml as it is, on another port."""
+    config = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
+    config["http_options"]["port"] = port
+    return dict(config)
+
+
+def naive_config(port: int, max_batch_size: int) -> dict[str, object]:
+    """The baseline with the batch size that suits the load best."""
+    application = {
+        "name": "naive",
+        "route_prefix": "/",
+        "import_path": "benchmarks.naive_app:build_app",
+        "args": {"max_batch_size": max_batch_size},
+    }
+    return {"http_options": {"host": "127.0.0.1", "port": port}, "applications": [application]}
+
+
+@contextmanager
+def serving(config: dict[str, object], port: int) -> Iterator[str]:
+    """Runs `serve run` with a config until the block ends; yields the URL."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.yaml"
+        path.write_text(yaml.safe_dump(config))
+        log = (Path(folder) / "log").open("w+")
+        command = [str(Path(sys.executable).parent / "serve"), "run", "--app-dir", str(ROOT), str(path)]
+        server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
+        try:
+            url = f"http://127.0.0.1:{port}"
+            _wait_until_up(server, url, log.name)
+            yield url
+        finally:
+            server.send_signal(signal.SIGINT)
+            try:
+                server.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                os.killpg(server.pid, signal.SIGKILL)
+                server.wait()
+
+
+def _wait_until_up(server: subprocess.Popen[bytes], url: str, log: str) -> None:
+    body = b'{"prompt": "hello", "max_tokens": 1}'
+    for _ in range(START_TIMEOUT_S):
+        if server.poll() is not None:
+            break
+        try:
+            request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+            with urllib.request.urlopen(request, timeout=60):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(1)
+    raise SystemExit(f"the server did not come up:\n{Path(log).read_text()[-3000:]}")
+
+
+def report(name: str, result: LoadResult) -> None:
+    """One line."""
+    print(
+        f"{name:>12}: {result.tokens_per_s:7.1f} tokens/s  TTFT p50 {result.ttft_p50_s * 1000:8.0f} ms  "
+        f"gap p50 {result.gap_p50_s * 1000:6.0f} ms  {len(result.outcomes)} ok, {len(result.errors)} errors",
+        flush=True,
+    )
+    if result.errors:
+        raise SystemExit(f"the load met errors: {result.errors[:3]}")
+
+
+def median(results: Sequence[LoadResult], name: str) -> float:
+    """Median of a figure over the repeats."""
+    return statistics.median(getattr(result, name) for result in results)
+
+
+def main() -> int:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-c", "--concurrency", type=int, default=32, help="streams at a time (default 32)")
+    parser.add_argument("-n", "--requests", type=int, default=96, help="requests per run (default 96)")
+    parser.add_argument("--prompt-words", default="30,120", help="least,most words of a prompt (default 30,120)")
+    parser.add_argument("--output-tokens", default="16,128", help="least,most tokens of an answer (default 16,128)")
+    parser.add_argument("--naive-batch-size", type=int, default=32, help="max_batch_size of the baseline (default 32)")
+    parser.add_argument("--repeats", type=int, default=2, help="interleaved runs of each (default 2)")
+    parser.add_argument("--port", type=int, default=8123)
+    args = parser.parse_args()
+    words, tokens = (tuple(map(int, bounds.split(","))) for bounds in (args.prompt_words, args.output_tokens))
+    configs = {"ours": our_config(args.port), "naive": naive_config(args.port, args.naive_batch_size)}
+    results: dict[str, list[LoadResult]] = {name: [] for name in configs}
+    for repeat in range(args.repeats):
+        for name, config in configs.items():
+            with serving(config, args.port) as url:
+                model = "smollm2-135m-instruct"
+                asyncio.run(run_load(url, model, mixed_jobs(4, 99, words, tokens), 4))  # warm up
+                jobs = mixed_jobs(args.requests, repeat, words, tokens)
+                results[name].append(asyncio.run(run_load(url, model, jobs, args.concurrency)))
+                report(name, results[name][-1])
+    speedup = median(results["ours"], "tokens_per_s") / median(results["naive"], "tokens_per_s")
+    ttft_ratio = median(results["ours"], "ttft_p50_s") / median(results["naive"], "ttft_p50_s")
+    print(f"tokens/s: {speedup:.2f} times the baseline's (target: at least {MIN_SPEEDUP:g})")
+    print(f"TTFT p50: {ttft_ratio:.3f} of the baseline's (target: at most {MAX_TTFT_RATIO:.3f})")
+    return 0 if speedup >= MIN_SPEEDUP and ttft_ratio <= MAX_TTFT_RATIO else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""A bounded, closed-loop load on an OpenAI-compatible completions endpoint on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import aiohttp
+
+WORDS = [
+    "river",
+    "stone",
+    "bread",
+    "window",
+    "letter",
+    "music",
+    "train",
+    "garden",
+    "winter",
+    "light",
+    "road",
+    "children",
+    "evening",
+    "market",
+    "bridge",
+    "paper",
+    "weather",
+    "coffee",
+    "island",
+    "story",
+    "mountain",
+    "kitchen",
+    "doctor",
+    "engine",
+    "summer",
+    "village",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request of the load."""
+
+    prompt: str
+    max_tokens: int
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one request gave. Times in seconds."""
+
+    ttft_s: float
+    total_s: float
+    num_tokens: int
+    gaps_s: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """What all of them gave."""
+
+    outcomes: list[Outcome]
+    errors: list[str]
+    elapsed_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(outcome.num_tokens for outcome in self.outcomes) / self.elapsed_s
+
+    def quantile(self, values: Sequence[float], fraction: float) -> float:
+        """Of values; NaN when there are none."""
+        ordered = sorted(values)
+        return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))] if ordered else float("nan")
+
+    @property
+    def ttft_p50_s(self) -> float:
+        return self.quantile([outcome.ttft_s for outcome in self.outcomes], 0.5)
+
+    @property
+    def gap_p50_s(self) -> float:
+        return self.quantile([gap for outcome in self.outcomes for gap in outcome.gaps_s], 0.5)
+
+
+def mixed_jobs(count: int, seed: int, prompt_words: tuple[int, int], output_tokens: tuple[int, int]) -> list[Job]:
+    """Reproducible jobs of mixed lengths, uniform between the bounds."""
+    rng = random.Random(seed)
+    return [
+        Job(" ".join(rng.choice(WORDS) for _ in range(rng.randint(*prompt_words))), rng.randint(*output_tokens))
+        for _ in range(count)
+    ]
+
+
+async def run_load(url: str, model: str, jobs: Sequence[Job], concurrency: int, timeout_s: float = 600) -> LoadResult:
+    """Sends all jobs, `concurrency` at a time, streamed and greedy; counts tokens from `usage`."""
+    outcomes: list[Outcome] = []
+    errors: list[str] = []
+    waiting: Iterator[Job] = iter(jobs)
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
+
+        async def worker() -> None:
+            for job in waiting:
+                try:
+                    outcomes.append(await _send(session, url, model, job))
+                except (aiohttp.ClientError, TimeoutError, RuntimeError) as error:
+                    errors.append(repr(error))
+
+        started_at = time.perf_counter()
+        await asyncio.gather(*(worker() for _ in range(concurrency)))
+        return LoadResult(outcomes, errors, time.perf_counter() - started_at)
+
+
+async def _send(session: aiohttp.ClientSession, url: str, model: str, job: Job) -> Outcome:
+    body = {
+        "model": model,
+        "prompt": job.prompt,
+        "max_tokens": job.max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    started_at = last_at = time.perf_counter()
+    outcome = Outcome(0.0, 0.0, 0)
+    async with session.post(f"{url}/v1/completions", json=body) as response:
+        if response.status != 200:
+            raise RuntimeError(f"{response.status} {(await response.text())[:200]}")
+        async for line in response.content:
+            data = line.removeprefix(b"data:").strip()
+            if not data or data == b"[DONE]":
+                continue
+            event = json.loads(data)
+            if "error" in event:
+                raise RuntimeError(str(event["error"]))
+            if event.get("usage"):
+                outcome.num_tokens = event["usage"]["completion_tokens"]
+            if any(choice["text"] for choice in event["choices"]):
+                now = time.perf_counter()
+                if outcome.ttft_s == 0.0:
+                    outcome.ttft_s = now - started_at
+                else:
+                    outcome.gaps_s.append(now - last_at)
+                last_at = now
+    outcome.total_s = time.perf_counter() - started_at
+    if outcome.ttft_s == 0.0:
+        outcome.ttft_s = outcome.total_s
+    return outcome

@@ -1,0 +1,106 @@
+"""Every setting an operator may change: frozen, checked once, and handed down as the slice that each room needs.
+
+`ServeConfig` is the YAML's `args`; `EngineLimits` and `IngressLimits` are the two deployments' `user_config`, which may
+change while the server runs. Unknown keys and impossible values raise `ConfigError` with the key's path.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from serve_app.errors import ConfigError
+
+
+class Section(BaseModel):
+    """A part of the configuration: frozen, no unknown keys, no silent conversions (`"8"` is not 8)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class ModelConfig(Section):
+    """Which model is served, and as what."""
+
+    source: str = Field(default="builtin", min_length=1)
+    """`builtin`, a local folder, or a hub id."""
+    name: str | None = Field(default=None, min_length=1)
+    """The name callers use; derived from `source` when absent."""
+    revision: str | None = None
+    """Commit, tag or branch of a hub id."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """`auto`: bfloat16 where the device computes it natively, else float32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Longest prompt + output in tokens; the model's own context when absent."""
+
+
+class EngineConfig(Section):
+    """The engine's fixed settings. Those that may change live are in `EngineLimits`."""
+
+    max_batched_tokens: int = Field(default=256, ge=1)
+    """Tokens of one step, prompts and decodes together: bounds the gap that a long prompt can cause."""
+    block_size: int = Field(default=16, ge=1)
+    """Tokens of one KV-cache block."""
+    kv_cache_tokens: int | None = Field(default=None, ge=1)
+    """Size of the KV cache in tokens. When absent: on CUDA what fits, elsewhere twice the context, 16,384 at most."""
+    prefix_cache: bool = True
+    """Share the blocks of equal prefixes."""
+    num_threads: int = Field(default=0, ge=0)
+    """Threads of one replica's matrix products on CPU; 0 takes the machine's cores."""
+    stall_timeout_s: float = Field(default=60.0, gt=0)
+    """Work queued and no step finished for this long: the health check fails and Serve replaces the replica."""
+
+
+class EngineLimits(Section):
+    """What may change on a running engine (`user_config` of the engine deployment)."""
+
+    max_batch_size: int = Field(default=32, ge=1)
+    """Rows that share a step, and calls that enter the engine together."""
+    batch_wait_timeout_s: float = Field(default=0.002, ge=0, le=10)
+    """How long the first call of a batch waits for others. Only the way in waits; running rows never do."""
+    max_waiting_tokens: int = Field(default=262_144, ge=1)
+    """Tokens (prompt + requested) that may wait; beyond it a request gets 429 with a computed Retry-After."""
+
+
+class IngressLimits(Section):
+    """What may change on a running ingress (`user_config` of the ingress deployment)."""
+
+    max_body_bytes: int = Field(default=4 * 1024 * 1024, ge=1)
+    body_timeout_s: float = Field(default=30.0, gt=0)
+    """A body that is not complete by then gets 408."""
+
+
+class ServeConfig(Section):
+    """The `args` of the application in `serve_config.yaml`."""
+
+    model: ModelConfig = ModelConfig()
+    engine: EngineConfig = EngineConfig()
+
+    @model_validator(mode="after")
+    def _cache_holds_the_context(self) -> Self:
+        size, longest = self.engine.kv_cache_tokens, self.model.max_model_len
+        if size is not None and longest is not None and size < longest:
+            raise ValueError(f"engine.kv_cache_tokens ({size}) must be at least model.max_model_len ({longest})")
+        return self
+
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+
+def parse_section(kind: type[SectionT], raw: Any, path: str) -> SectionT:
+    """Checks `raw` (YAML data) against `kind`. Raises `ConfigError` naming each wrong key's path and what was expected."""
+    try:
+        return kind.model_validate({} if raw is None else raw)
+    except ValidationError as error:
+        problems = [_describe(path, dict(detail)) for detail in error.errors(include_url=False)]
+        raise ConfigError("; ".join(problems)) from None
+
+
+def _describe(path: str, detail: dict[str, Any]) -> str:
+    key = ".".join([path, *map(str, detail["loc"])])
+    if detail["type"] == "extra_forbidden":
+        return f"{key}: unknown key"
+    if detail["type"] == "value_error":
+        return f"{key}: {detail['ctx']['error']}"
+    return f"{key}: {detail['msg']} (got {detail['input']!r})"

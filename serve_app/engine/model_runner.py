@@ -1,0 +1,186 @@
+"""Weights, cache tensors and the forward pass: turns a `StepPlan` into one drawn token per due row."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from serve_app.engine.attention.backend import AttentionBackend, AttentionStep, LayerProbe
+from serve_app.engine.attention.cpu import CpuAttention
+from serve_app.engine.attention.cuda import CudaAttention
+from serve_app.engine.attention.layout import LayerCache, PackedLayout, Segment
+from serve_app.engine.linear import pack_linears
+from serve_app.engine.proof import PROOF_BLOCK_SIZE, PROOF_NUM_BLOCKS, probe_layers, prove
+from serve_app.engine.runner import Draw
+from serve_app.engine.sampler import RowSampling, Sampler
+from serve_app.engine.scheduler import PlannedRow, StepPlan
+from serve_app.errors import ConfigError, ServeAppError
+
+DEFAULT_CACHE_TOKENS = 16_384
+CUDA_CACHE_FRACTION = 0.85
+"""Share of the free GPU memory that the cache takes when no size is configured."""
+
+
+class PackedForward:
+    """A model's own code run on packed tokens, with our attention and our cache.
+
+    Args:
+        model: a `transformers` causal LM whose attention implementation is ours.
+        caches: one per layer.
+        block_size: tokens of a cache block.
+        backend: attention for the model's device.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, caches: dict[int, LayerCache], block_size: int, backend: AttentionBackend
+    ) -> None:
+        self.model = model
+        self.caches = caches
+        self.block_size = block_size
+        self.backend = backend
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def __call__(self, rows: Sequence[tuple[Sequence[int], Segment]], wanted: Sequence[int]) -> torch.Tensor:
+        """Logits [len(wanted), vocabulary] after the last token of the rows with the indices `wanted`.
+
+        Args:
+            rows: each row's new token ids and its segment; single tokens first, longest context first among them.
+            wanted: indices into `rows`.
+        """
+        device = self.model.device
+        layout = PackedLayout([segment for _, segment in rows], self.block_size, device)
+        token_ids = [token for tokens, _ in rows for token in tokens]
+        positions = [p for _, s in rows for p in range(s.context_len - s.num_tokens, s.context_len)]
+        ends, end = [], 0
+        for _, segment in rows:
+            end += segment.num_tokens
+            ends.append(end - 1)
+        last = torch.tensor([ends[i] for i in wanted], dtype=torch.int64, device=device)
+        output = self.model(
+            input_ids=torch.tensor([token_ids], device=device),
+            position_ids=torch.tensor([positions], device=device),
+            use_cache=False,
+            attention_step=AttentionStep(layout, self.caches, self.backend),
+            **({"logits_to_keep": last} if self._keeps_logits else {}),
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits if self._keeps_logits else logits[last]
+
+
+class ModelRunner:
+    """The real `Runner`.
+
+    Args:
+        model: a causal LM in evaluation mode, on its device, loaded by `serve_app.models`.
+        end_token_ids: the union of all end ids that the model declares.
+        max_model_len: longest prompt + output in tokens.
+        block_size: tokens of a cache block.
+        kv_cache_tokens: size of the cache; None chooses one (see `EngineConfig`).
+        num_threads: CPU threads of the forward pass; 0 leaves the process's setting.
+
+    Raises:
+        UnsupportedModelError: the proof found that packed rows do not give what the model gives alone.
+        ConfigError: the cache cannot hold one context.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        end_token_ids: frozenset[int],
+        max_model_len: int,
+        block_size: int = 16,
+        kv_cache_tokens: int | None = None,
+        num_threads: int = 0,
+    ) -> None:
+        if num_threads:
+            torch.set_num_threads(num_threads)
+        self._end_token_ids = end_token_ids
+        self._max_model_len = max_model_len
+        self._block_size = block_size
+        backend: AttentionBackend = CudaAttention() if model.device.type == "cuda" else CpuAttention()
+        with torch.inference_mode():
+            layers = probe_layers(model)
+            scratch = _allocate(layers, PROOF_NUM_BLOCKS, PROOF_BLOCK_SIZE, model.device)
+            prove(model, PackedForward(model, scratch, PROOF_BLOCK_SIZE, backend))
+            if model.device.type == "cpu":
+                pack_linears(model)
+            self._num_blocks = self._choose_num_blocks(layers, kv_cache_tokens, model.device)
+            caches = _allocate(layers, self._num_blocks, block_size, model.device)
+        self._forward = PackedForward(model, caches, block_size, backend)
+        self._vocab_size = int(model.config.get_text_config().vocab_size)
+        self._sampler = Sampler(self._vocab_size, model.device)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        return self._max_model_len
+
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        return self._end_token_ids
+
+    @property
+    def num_blocks(self) -> int:
+        return self._num_blocks
+
+    @property
+    def block_size(self) -> int:
+        return self._block_size
+
+    def _choose_num_blocks(self, layers: dict[int, LayerProbe], num_tokens: int | None, device: torch.device) -> int:
+        if num_tokens is not None:
+            if num_tokens < self._max_model_len:
+                raise ConfigError(
+                    f"engine.kv_cache_tokens: {num_tokens} tokens cannot hold one context of {self._max_model_len}; "
+                    "raise it, or lower model.max_model_len"
+                )
+        elif device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(device)
+            per_token = sum(
+                layer.num_kv_heads * (layer.key_dim + layer.value_dim) * layer.dtype.itemsize for layer in layers.values()
+            )
+            num_tokens = max(int(free * CUDA_CACHE_FRACTION) // per_token, self._max_model_len)
+        else:
+            num_tokens = max(self._max_model_len, min(2 * self._max_model_len, DEFAULT_CACHE_TOKENS))
+        return -(-num_tokens // self._block_size)
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> list[Draw | ServeAppError]:
+        """See `Runner.run`."""
+        packed = sorted(plan.rows, key=lambda row: (row.num_tokens > 1, -row.end))
+        drawing = [index for index, row in enumerate(packed) if row.draws]
+        logits = self._forward([_new_tokens(row) for row in packed], drawing)
+        draws = self._sampler.sample(logits, [_row_sampling(packed[index]) for index in drawing]) if drawing else []
+        by_row = {id(packed[index]): draw for index, draw in zip(drawing, draws, strict=True)}
+        return [by_row[id(row)] for row in plan.rows if row.draws]
+
+
+def _new_tokens(row: PlannedRow) -> tuple[Sequence[int], Segment]:
+    sequence = row.sequence
+    return sequence.token_ids[row.start : row.end], Segment(row.num_tokens, row.end, sequence.block_ids)
+
+
+def _row_sampling(row: PlannedRow) -> RowSampling:
+    sequence = row.sequence
+    forbidden = () if sequence.may_end else tuple(sequence.end_token_ids)
+    return RowSampling(sequence.request.sampling, sequence.seed, sequence.num_tokens, forbidden)
+
+
+def _allocate(
+    layers: dict[int, LayerProbe], num_blocks: int, block_size: int, device: torch.device
+) -> dict[int, LayerCache]:
+    """Zeroed caches (padding that is gathered is multiplied by a weight of 0, so it must not hold NaN)."""
+
+    def zeros(layer: LayerProbe, head_dim: int) -> torch.Tensor:
+        return torch.zeros(layer.num_kv_heads, num_blocks, block_size, head_dim, dtype=layer.dtype, device=device)
+
+    return {
+        index: LayerCache(zeros(layer, layer.key_dim), zeros(layer, layer.value_dim)) for index, layer in layers.items()
+    }

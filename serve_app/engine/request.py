@@ -1,0 +1,130 @@
+"""What is asked of the engine (`UserRequest`) and what it tells (`TokenOutput`, `RequestFailure`). All frozen."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from serve_app.errors import RequestError, ServeAppError
+
+MAX_SEED = 2**63 - 1
+MAX_TOP_LOGPROBS = 20
+
+
+class FinishReason(StrEnum):
+    """Why a request ended well. Endings that are not good are errors (`RequestFailure`)."""
+
+    STOP = "stop"
+    """An end-of-sequence or stop token was drawn (that token is in the output)."""
+    LENGTH = "length"
+    """`max_tokens` were drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one row's tokens are drawn. Each row has its own; nothing of it is shared by a batch.
+
+    Order of the filters, after Hugging Face `generate`: temperature, top_k, top_p, min_p.
+
+    Raises:
+        RequestError: a value is out of range; `param` names it.
+    """
+
+    max_tokens: int
+    """Tokens to draw at most, >= 1."""
+    temperature: float = 1.0
+    """0 is greedy: the most probable token."""
+    top_k: int = 0
+    """Keep the k most probable tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of most probable tokens whose mass reaches p."""
+    min_p: float = 0.0
+    """Keep tokens at least min_p times as probable as the most probable one."""
+    seed: int | None = None
+    """The draw at a position depends on (seed, position, token id) alone. None: a fresh random seed."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end the request, besides those that the model declares."""
+    min_tokens: int = 0
+    """No end or stop token is drawn before this many tokens."""
+    ignore_eos: bool = False
+    """The model's own end tokens do not end the request."""
+    logprobs: int | None = None
+    """Report each token's log-probability and those of this many most probable ones; None reports none."""
+
+    def __post_init__(self) -> None:
+        _check("max_tokens", self.max_tokens, 1, None)
+        _check("temperature", self.temperature, 0.0, None)
+        _check("top_k", self.top_k, 0, None)
+        _check("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0.0:
+            raise RequestError("top_p must be greater than 0.", "top_p")
+        _check("min_p", self.min_p, 0.0, 1.0)
+        _check("min_tokens", self.min_tokens, 0, self.max_tokens)
+        if self.seed is not None:
+            _check("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
+        if self.logprobs is not None:
+            _check("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most probable token is taken without a draw."""
+        return self.temperature == 0.0
+
+
+def _check(name: str, value: float, low: float, high: float | None) -> None:
+    if not math.isfinite(value) or value < low or (high is not None and value > high):
+        bounds = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise RequestError(f"{name} must be {bounds}, got {value}.", name)
+
+
+@dataclass(frozen=True, slots=True)
+class UserRequest:
+    """One prompt to be continued.
+
+    Raises:
+        RequestError: the prompt is empty.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    created_at: float = field(default_factory=time.monotonic)
+    """Seconds of the monotonic clock; orders requests and decides when a partial batch has waited long enough."""
+
+    def __post_init__(self) -> None:
+        if not self.prompt_token_ids:
+            raise RequestError("The prompt is empty: it must have at least one token.", "prompt")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural-log probabilities at one position, of the model's own distribution (before temperature and filters)."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...]
+    """(token id, log-probability), most probable first."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """One token given to the request it belongs to."""
+
+    request_id: str
+    token: int
+    finish_reason: FinishReason | None = None
+    """Set on the request's last token, and on no other."""
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFailure:
+    """The ending of a request that ended without its last token: cancelled, or an error that its caller can read."""
+
+    request_id: str
+    error: ServeAppError
+
+
+Delivery = TokenOutput | RequestFailure
+"""What a step tells: to each request in it a token, or its failure."""

@@ -1,0 +1,216 @@
+"""Who runs in the next step. Pure Python: touches no device, no clock and no thread.
+
+The rules, in order:
+
+1. Every decoding row gets its one token. When blocks run out the youngest running row is preempted: it gives its blocks
+   back and is recomputed later, from where it was.
+2. Waiting rows are admitted oldest first while there are places in the batch and blocks for all their known tokens.
+   Nobody overtakes at this door, so nobody starves.
+3. The rest of the token budget goes to prompts, in chunks: at least half to the oldest, the remainder to those with the
+   fewest tokens left. So a short prompt never waits for a long one to end, and a long one always advances.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Self
+
+from serve_app.engine.kv_cache import BlockLedger
+from serve_app.engine.sequence import Sequence
+from serve_app.engine.status import Status
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRow:
+    """A sequence's share of one step: compute its tokens [start, end).
+
+    The facts are those at planning time; the sequence itself moves on when the step is settled.
+
+    Attributes:
+        draws: whether a token is drawn: the chunk reaches the last known token.
+    """
+
+    sequence: Sequence
+    start: int
+    end: int
+    draws: bool
+
+    @classmethod
+    def next_tokens(cls, sequence: Sequence, num_tokens: int) -> Self:
+        """The sequence's next `num_tokens` tokens."""
+        end = sequence.num_computed_tokens + num_tokens
+        return cls(sequence, sequence.num_computed_tokens, end, draws=end == sequence.num_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one step computes: decode rows first, then prompt chunks."""
+
+    rows: tuple[PlannedRow, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.rows)
+
+    @property
+    def drawing_rows(self) -> tuple[PlannedRow, ...]:
+        return tuple(row for row in self.rows if row.draws)
+
+
+class Scheduler:
+    """Holds the waiting and the running sequences and decides each step.
+
+    Args:
+        max_batch_size: rows running at the same time; an idle scheduler starts at once when so many wait.
+        batch_wait_timeout_s: an idle scheduler starts a partial batch when its oldest row has waited this long.
+        max_batched_tokens: tokens of one step. Decode rows always run; prompts get what they leave, one block at least.
+    """
+
+    def __init__(
+        self,
+        ledger: BlockLedger,
+        *,
+        max_batch_size: int,
+        max_batched_tokens: int,
+        batch_wait_timeout_s: float = 0.0,
+        prefix_cache: bool = True,
+    ) -> None:
+        self.ledger = ledger
+        self.max_batch_size = max_batch_size
+        self.max_batched_tokens = max_batched_tokens
+        self.batch_wait_timeout_s = batch_wait_timeout_s
+        self.prefix_cache = prefix_cache
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+
+    def __repr__(self) -> str:
+        return f"<Scheduler {len(self.waiting)} waiting, {len(self.running)} running, {self.ledger!r}>"
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a new sequence behind all others."""
+        self.waiting.append(sequence)
+
+    def seconds_until_due(self, now: float) -> float:
+        """How long the waiting rows may still wait for company; 0 when the next step is due."""
+        if self.running or len(self.waiting) >= self.max_batch_size or not self.waiting:
+            return 0.0
+        return max(0.0, self.waiting[0].request.created_at + self.batch_wait_timeout_s - now)
+
+    def plan(self, now: float) -> StepPlan:
+        """Decides the next step and takes the blocks it needs. Empty when nothing is due at `now` (monotonic seconds)."""
+        if not self.has_work or self.seconds_until_due(now) > 0:
+            return StepPlan()
+        rows = self._plan_decodes()
+        self._admit()
+        rows += self._plan_prefills(max(self.max_batched_tokens - len(rows), self.ledger.block_size))
+        return StepPlan(tuple(rows))
+
+    def _plan_decodes(self) -> list[PlannedRow]:
+        rows = []
+        for sequence in tuple(self.running):  # oldest first: a victim is always younger than the rows already planned
+            if sequence.status is Status.DECODE and self._make_room(sequence):
+                rows.append(PlannedRow.next_tokens(sequence, 1))
+        return rows
+
+    def _make_room(self, sequence: Sequence) -> bool:
+        """Ensures a block for the sequence's last token; False when the sequence itself had to give way."""
+        if self.ledger.blocks_for(sequence.num_tokens) <= len(sequence.block_ids):
+            return True
+        while self.ledger.num_free == 0:
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        sequence.block_ids += self.ledger.allocate(1)
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._give_back(sequence)
+        sequence.move(Status.WAITING)
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.appendleft(sequence)  # it is older than all that wait
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.running) < self.max_batch_size and self._take_blocks(self.waiting[0]):
+            sequence = self.waiting.popleft()
+            sequence.move(Status.PREFILL)
+            self.running.append(sequence)
+        self.running.sort(key=lambda sequence: sequence.arrival)
+
+    def _take_blocks(self, sequence: Sequence) -> bool:
+        """Gives a waiting sequence blocks for all its known tokens, shared ones where its prefix is known."""
+        ledger = self.ledger
+        shared = []
+        if self.prefix_cache:  # the last token is always computed: its logits are wanted
+            num_full = (sequence.num_tokens - 1) // ledger.block_size
+            shared = ledger.match(sequence.block_hashes(ledger.block_size, num_full))
+        num_new = ledger.blocks_for(sequence.num_tokens) - len(shared)
+        reserve = len(self.running)  # one block each, so that admission does not cause a preemption at once
+        if num_new + reserve > ledger.num_free_after_sharing(shared):
+            return False
+        ledger.share(shared)
+        sequence.block_ids = shared + ledger.allocate(num_new)
+        sequence.num_computed_tokens = sequence.num_cached_tokens = len(shared) * ledger.block_size
+        sequence.num_registered_blocks = len(shared)
+        return True
+
+    def _plan_prefills(self, budget: int) -> list[PlannedRow]:
+        prompts = [sequence for sequence in self.running if sequence.status is Status.PREFILL]
+        if not prompts:
+            return []
+        oldest, *others = prompts
+        first = min(oldest.num_pending_tokens, budget - budget // 2 if others else budget)
+        left = budget - first
+        rows = []
+        for sequence in sorted(others, key=lambda sequence: sequence.num_pending_tokens):
+            share = min(sequence.num_pending_tokens, left)
+            if share > 0:
+                rows.append(PlannedRow.next_tokens(sequence, share))
+                left -= share
+        first += min(left, oldest.num_pending_tokens - first)
+        return [PlannedRow.next_tokens(oldest, first), *rows]
+
+    def settle(self, row: PlannedRow) -> None:
+        """Records that a row's tokens are computed and makes its full blocks known to others."""
+        sequence = row.sequence
+        sequence.num_computed_tokens = row.end
+        if self.prefix_cache:
+            num_full = row.end // self.ledger.block_size
+            hashes = sequence.block_hashes(self.ledger.block_size, num_full)
+            for index in range(sequence.num_registered_blocks, num_full):
+                self.ledger.register(sequence.block_ids[index], hashes[index])
+            sequence.num_registered_blocks = max(sequence.num_registered_blocks, num_full)
+        if row.draws and sequence.status is Status.PREFILL:
+            sequence.move(Status.DECODE)
+
+    def remove(self, sequence: Sequence, ending: Status) -> None:
+        """Ends a sequence, wherever it is, and frees its blocks."""
+        if sequence.status is Status.WAITING:
+            self.waiting.remove(sequence)
+        else:
+            self.running.remove(sequence)
+            self._give_back(sequence)
+        sequence.move(ending)
+
+    def _give_back(self, sequence: Sequence) -> None:
+        self.ledger.release(sequence.block_ids)
+        sequence.block_ids = []
+        sequence.num_computed_tokens = 0
+        sequence.num_registered_blocks = 0
+
+    def check(self) -> None:
+        """Proves that blocks are held by running sequences only, and that the ledger's sums hold."""
+        assert all(not sequence.block_ids for sequence in self.waiting)
+        self.ledger.check(sequence.block_ids for sequence in self.running)

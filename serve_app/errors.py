@@ -1,0 +1,139 @@
+"""The one exception tree, and the HTTP answer that each leaf becomes.
+
+ServeAppError
+├── ConfigError                    start-up only: the server does not start
+├── ModelError                     start-up only
+│   ├── ModelNotFoundError         the weights are not where the configuration says
+│   └── UnsupportedModelError      the loader's proof refused the model, with the reason
+├── RequestError                   400  invalid_request_error, names the field in `param`
+│   ├── ContextLengthError         400  code context_length_exceeded
+│   ├── UnknownModelError          404  code model_not_found
+│   ├── UnknownRouteError          404
+│   ├── MethodNotAllowedError      405
+│   ├── RequestTimeoutError        408  the body did not arrive in time
+│   ├── BodyTooLargeError          413
+│   └── UnsupportedMediaTypeError  415
+├── OverloadedError                429  rate_limit_error, with Retry-After
+├── RequestCancelledError          499  the caller left or cancelled
+├── GenerationError                500  server_error: this request's own work, or its step, failed
+└── EngineUnavailableError         503  the engine is dead, draining or not there
+
+Every error survives pickling, since an error crosses from replica to ingress as a value. What a message says may be read
+by the caller: internals belong in the log.
+"""
+
+from __future__ import annotations
+
+
+class ServeAppError(Exception):
+    """Root of the tree. `status` is the HTTP status; `type` and `code` are OpenAI's words for it."""
+
+    status = 500
+    type = "server_error"
+    code: str | None = None
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message, param)
+        self.message = message
+        self.param = param
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class ConfigError(ServeAppError):
+    """A setting is unknown or impossible; the message starts with the path of its key."""
+
+
+class ModelError(ServeAppError):
+    """The model cannot be served."""
+
+
+class ModelNotFoundError(ModelError):
+    """No weights where the configuration says they are."""
+
+
+class UnsupportedModelError(ModelError):
+    """The model loads, but cannot be served correctly; the message names the reason."""
+
+
+class RequestError(ServeAppError):
+    """The caller's mistake. `param` names the field."""
+
+    status = 400
+    type = "invalid_request_error"
+
+
+class ContextLengthError(RequestError):
+    """Prompt, or prompt plus requested tokens, is longer than the model's context."""
+
+    code = "context_length_exceeded"
+
+
+class UnknownModelError(RequestError):
+    """The request names a model that is not served here."""
+
+    status = 404
+    code = "model_not_found"
+
+
+class UnknownRouteError(RequestError):
+    """No such path."""
+
+    status = 404
+
+
+class MethodNotAllowedError(RequestError):
+    """The path exists, but not for this method."""
+
+    status = 405
+
+
+class RequestTimeoutError(RequestError):
+    """The body did not arrive in time."""
+
+    status = 408
+
+
+class BodyTooLargeError(RequestError):
+    """The body is larger than the configured limit."""
+
+    status = 413
+
+
+class UnsupportedMediaTypeError(RequestError):
+    """The body is not declared as JSON."""
+
+    status = 415
+
+
+class OverloadedError(ServeAppError):
+    """More work is in sight than the budget admits; `retry_after_s` is computed from backlog and speed."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "overloaded"
+
+    def __init__(self, message: str, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.args = (message, retry_after_s)
+        self.retry_after_s = retry_after_s
+
+
+class RequestCancelledError(ServeAppError):
+    """The caller left, or cancelled."""
+
+    status = 499
+    type = "cancelled"
+
+
+class GenerationError(ServeAppError):
+    """This request's own work, or the step it was in, failed. Others go on."""
+
+
+class EngineUnavailableError(ServeAppError):
+    """The engine is dead, shutting down, or cannot be reached."""
+
+    status = 503
+    type = "service_unavailable"
+    code = "engine_unavailable"

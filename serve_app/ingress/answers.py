@@ -1,0 +1,163 @@
+"""HTTP answers: JSON, server-sent events, and errors - all in OpenAI's shapes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from contextlib import aclosing, suppress
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from serve_app.errors import (
+    GenerationError,
+    MethodNotAllowedError,
+    OverloadedError,
+    RequestCancelledError,
+    RequestError,
+    ServeAppError,
+    UnknownRouteError,
+)
+
+logger = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
+
+
+class SupportsAclose(Protocol):
+    """Something that can be closed."""
+
+    async def aclose(self) -> None: ...
+
+
+def error_body(error: ServeAppError) -> dict[str, Any]:
+    """The one error shape."""
+    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
+
+
+def error_answer(error: ServeAppError, headers: dict[str, str] | None = None) -> JSONResponse:
+    """An error as an HTTP answer."""
+    headers = dict(headers or {})
+    if isinstance(error, OverloadedError):
+        headers["Retry-After"] = str(error.retry_after_s)
+    return JSONResponse(error_body(error), error.status, headers)
+
+
+async def on_serve_app_error(_: Request, error: Exception) -> Response:
+    """Exception handler for the project's own errors."""
+    assert isinstance(error, ServeAppError)
+    return error_answer(error)
+
+
+async def on_http_exception(request: Request, error: Exception) -> Response:
+    """Exception handler for the router's: unknown paths, wrong methods."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        return error_answer(UnknownRouteError(f"There is no {request.url.path} here."))
+    if error.status_code == 405:
+        known = MethodNotAllowedError(f"{request.url.path} does not take {request.method}.")
+        return error_answer(known, dict(error.headers or {}))
+    return error_answer(RequestError(error.detail))
+
+
+async def on_bug(_: Request, error: Exception) -> Response:
+    """Exception handler for everything else: the log has the trace, the caller learns nothing of it."""
+    return error_answer(GenerationError("Internal server error."))
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """Runs `work`, and cancels it when the client leaves.
+
+    Raises:
+        RequestCancelledError: the client left first.
+    """
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise RequestCancelledError("The client has left.")
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events, ended by `[DONE]`; an error becomes the last event instead.
+
+    Args:
+        events: JSON objects.
+        source: what the events are made from; closed in every case, also when the client left before the first byte.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[dict[str, Any]], source: SupportsAclose) -> None:
+        self._events = events
+        self._source = source
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the events until they end or the client leaves."""
+        async with aclosing(self._source):
+            with suppress(RequestCancelledError):  # nobody is there to be told
+                await until_disconnect(receive, self._send_all(send))
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async for event in self._events:
+                await _send_event(send, json.dumps(event, ensure_ascii=False, separators=(",", ":")))
+            await _send_event(send, "[DONE]")
+        except ServeAppError as error:
+            logger.warning("a stream ends with an error: %s", error)
+            await _send_event(send, json.dumps(error_body(error)))
+        except Exception:
+            logger.exception("a stream broke")
+            await _send_event(send, json.dumps(error_body(GenerationError("Internal server error."))))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _send_event(send: Send, data: str) -> None:
+    await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
+
+
+class Primed(Generic[ResultT]):
+    """An async generator whose first item is already there, so that what failed before it still has its HTTP status."""
+
+    def __init__(self, first: ResultT, rest: AsyncGenerator[ResultT, None]) -> None:
+        self._first: list[ResultT] = [first]
+        self._rest = rest
+
+    @classmethod
+    async def wait(cls, items: AsyncGenerator[ResultT, None]) -> Self:
+        """Waits for the first item; closes the generator when that fails."""
+        try:
+            return cls(await anext(items), items)
+        except BaseException:
+            await items.aclose()
+            raise
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> ResultT:
+        return self._first.pop() if self._first else await anext(self._rest)
+
+    async def aclose(self) -> None:
+        """Closes the generator, whether or not anything was read."""
+        await self._rest.aclose()

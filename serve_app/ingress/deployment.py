@@ -1,0 +1,38 @@
+"""The ingress deployment: an ASGI application that knows text and HTTP, and hands token ids to the engine deployment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+from starlette.applications import Starlette
+
+from serve_app.config import IngressLimits, ModelConfig, parse_section
+from serve_app.ingress.engine_client import ServeEngineClient
+from serve_app.ingress.routes import Api
+from serve_app.models.checkpoint import find_checkpoint
+from serve_app.models.facts import read_facts
+from serve_app.text.tokenizer import Tokenizer
+
+
+@serve.ingress()
+class IngressReplica:
+    """One ingress replica. Holds the tokenizer, never the weights."""
+
+    def __init__(self, engine: DeploymentHandle[Any], model: ModelConfig) -> None:
+        checkpoint = find_checkpoint(model.source, model.revision)
+        self._api = Api(
+            model_name=model.name or checkpoint.name,
+            tokenizer=Tokenizer.load(checkpoint.path, checkpoint.revision),
+            facts=read_facts(checkpoint, model.max_model_len),
+            client=ServeEngineClient(engine),
+            limits=IngressLimits(),
+        )
+
+    def __serve_build_asgi_app__(self) -> Starlette:
+        return self._api.asgi()
+
+    def reconfigure(self, user_config: dict[str, Any] | None) -> None:
+        """Applies changed limits; running requests keep theirs."""
+        self._api.limits = parse_section(IngressLimits, user_config, "Ingress.user_config")

@@ -1,0 +1,78 @@
+"""Text to token ids and back. Safe to use from several threads at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import AutoTokenizer, TokenizersBackend
+
+from serve_app.errors import RequestError, UnsupportedModelError
+from serve_app.text.detokenizer import Detokenizer, new_detokenizer
+
+
+class Tokenizer:
+    """A fast Hugging Face tokenizer, with the chat template of its model.
+
+    Works on the Rust tokenizer below the `transformers` one: the upper one changes shared state on every call, which two
+    threads must not do.
+    """
+
+    def __init__(self, tokenizer: TokenizersBackend) -> None:
+        self._tokenizer = tokenizer
+        self._backend = tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._special_ids = frozenset(tokenizer.all_special_ids)
+        self._longest_token_bytes = max((len(piece.encode()) for piece in tokenizer.get_vocab()), default=1)
+
+    @classmethod
+    def load(cls, path: str, revision: str | None = None) -> Tokenizer:
+        """Loads from a folder or hub id. Raises `UnsupportedModelError` when there is no fast tokenizer."""
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            raise UnsupportedModelError(f"{path} has no tokenizer that can be loaded: {error}") from error
+        if not isinstance(tokenizer, TokenizersBackend):
+            raise UnsupportedModelError(f"{path} has no fast tokenizer (tokenizer.json)")
+        return cls(tokenizer)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._tokenizer.chat_template)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; with the tokens that the tokenizer puts around every text unless told not to."""
+        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def fewest_tokens(self, text: str) -> int:
+        """A lower bound of the number of tokens of a text, without tokenizing it."""
+        return len(text.encode("utf-8", "surrogatepass")) // self._longest_token_bytes
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The conversation as the model's chat template writes it, up to where the assistant is to speak.
+
+        Raises:
+            RequestError: the model has no template, or the template refuses the messages.
+        """
+        if not self.has_chat_template:
+            raise RequestError(
+                "This model has no chat template, so it cannot serve chat; use /v1/completions instead.", "messages"
+            )
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except TemplateError as error:
+            raise RequestError(f"The model's chat template refuses these messages: {error}", "messages") from error
+        assert isinstance(rendered, str)
+        return rendered
+
+    def new_detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
+        """An incremental decoder for one sequence."""
+        return new_detokenizer(self._backend, self._special_ids if skip_special_tokens else frozenset())

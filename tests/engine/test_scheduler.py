@@ -1,0 +1,142 @@
+"""Who runs in a step."""
+
+from serve_app.engine.kv_cache import BlockLedger
+from serve_app.engine.request import SamplingParams, UserRequest
+from serve_app.engine.scheduler import Scheduler
+from serve_app.engine.sequence import Sequence
+from serve_app.engine.status import Status
+
+
+def make_scheduler(num_blocks=64, block_size=4, **settings):
+    settings = {"max_batch_size": 4, "max_batched_tokens": 16, **settings}
+    return Scheduler(BlockLedger(num_blocks, block_size), **settings)
+
+
+def make_sequence(length, max_tokens=8, first_token=10, created_at=0.0):
+    prompt = tuple(range(first_token, first_token + length))
+    return Sequence(UserRequest("r", prompt, SamplingParams(max_tokens=max_tokens), created_at), frozenset())
+
+
+def step(scheduler, now=0.0):
+    """Plans a step and settles it as if token 99 were drawn everywhere."""
+    plan = scheduler.plan(now)
+    for row in plan.rows:
+        scheduler.settle(row)
+        if row.draws and row.sequence.append(99) is not None:
+            scheduler.remove(row.sequence, Status.FINISHED)
+    scheduler.check()
+    return plan
+
+
+def test_decode_rows_come_first_and_prompts_share_the_rest():
+    scheduler = make_scheduler()
+    decoding = make_sequence(3)
+    scheduler.add(decoding)
+    step(scheduler)
+    long, short = make_sequence(40, first_token=100), make_sequence(4, first_token=200)
+    scheduler.add(long)
+    scheduler.add(short)
+    plan = step(scheduler)
+    assert [(row.sequence, row.num_tokens) for row in plan.rows] == [(decoding, 1), (long, 11), (short, 4)]
+    assert plan.num_tokens == 16
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one():
+    scheduler = make_scheduler()
+    long, short = make_sequence(60), make_sequence(8, first_token=200)
+    scheduler.add(long)
+    scheduler.add(short)
+    plan = step(scheduler)
+    assert [row.draws for row in plan.rows] == [False, True]
+
+
+def test_the_oldest_prompt_always_advances_whatever_comes_after_it():
+    scheduler = make_scheduler(max_batch_size=2)
+    long = make_sequence(60)
+    scheduler.add(long)
+    for index in range(20):
+        scheduler.add(make_sequence(2, max_tokens=1, first_token=200 + 5 * index))
+        before = long.num_computed_tokens
+        step(scheduler)
+        if long.status is not Status.PREFILL:
+            break
+        assert long.num_computed_tokens >= before + 8
+    assert long.status is Status.DECODE
+
+
+def test_a_full_batch_admits_a_newcomer_as_soon_as_one_leaves():
+    scheduler = make_scheduler(max_batch_size=2)
+    first, second, third = (make_sequence(2, max_tokens=n, first_token=50 * n) for n in (2, 5, 3))
+    for sequence in (first, second, third):
+        scheduler.add(sequence)
+    step(scheduler)
+    assert third.status is Status.WAITING
+    step(scheduler)
+    assert first.status is Status.FINISHED
+    step(scheduler)
+    assert third.status is Status.DECODE
+    assert second.status is Status.DECODE
+
+
+def test_partial_batch_waits_when_idle_and_only_then():
+    scheduler = make_scheduler(batch_wait_timeout_s=0.05)
+    scheduler.add(make_sequence(2, created_at=1.0))
+    assert not scheduler.plan(1.04).rows
+    assert scheduler.seconds_until_due(1.04) > 0
+    scheduler.add(make_sequence(2, first_token=50, created_at=1.045))
+    assert len(step(scheduler, 1.051).rows) == 2
+    late = make_sequence(2, first_token=90, created_at=1.052)
+    scheduler.add(late)
+    assert late in [row.sequence for row in step(scheduler, 1.053).rows]  # others run: no wait
+
+
+def test_a_full_batch_does_not_wait():
+    scheduler = make_scheduler(batch_wait_timeout_s=10.0, max_batch_size=2)
+    for index in range(3):
+        scheduler.add(make_sequence(2, first_token=50 * (index + 1)))
+    assert len(scheduler.plan(0.0).rows) == 2
+
+
+def test_the_youngest_gives_way_and_resumes_where_it_was():
+    scheduler = make_scheduler(num_blocks=6, prefix_cache=False)
+    old, young = make_sequence(7, max_tokens=9), make_sequence(7, max_tokens=9, first_token=50)
+    scheduler.add(old)
+    scheduler.add(young)
+    seen_waiting = False
+    for _ in range(40):
+        step(scheduler)
+        seen_waiting |= young.status is Status.WAITING and young.num_output_tokens > 0
+        assert old.status is not Status.WAITING
+    assert seen_waiting
+    assert young.num_preemptions > 0
+    assert young.num_output_tokens == old.num_output_tokens == 9
+    assert scheduler.ledger.num_held == 0
+
+
+def test_equal_prefixes_share_blocks_but_the_last_token_is_computed():
+    scheduler = make_scheduler()
+    first = make_sequence(12, max_tokens=1)
+    scheduler.add(first)
+    step(scheduler)
+    twin = make_sequence(12, max_tokens=1)
+    scheduler.add(twin)
+    plan = step(scheduler)
+    assert twin.num_cached_tokens == 8
+    assert plan.num_tokens == 4
+
+
+def test_blocks_that_are_not_full_are_not_shared():
+    scheduler = make_scheduler()
+    scheduler.add(make_sequence(6, max_tokens=1))
+    step(scheduler)
+    other = make_sequence(7, max_tokens=1)
+    scheduler.add(other)
+    step(scheduler)
+    assert other.num_cached_tokens == 4
+
+
+def test_hashes_depend_on_all_tokens_before():
+    one, two = make_sequence(8, first_token=10), make_sequence(8, first_token=10)
+    other = Sequence(UserRequest("o", (9, *range(11, 18)), SamplingParams(max_tokens=1)), frozenset())
+    assert one.block_hashes(4, 2) == two.block_hashes(4, 2)
+    assert one.block_hashes(4, 2)[1] != other.block_hashes(4, 2)[1]

@@ -1,0 +1,91 @@
+"""Greedy output equals `model.generate` in fp32: every family, alone and in any company."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+
+from serve_app.engine.engine import BatchInferenceEngine
+from serve_app.engine.model_runner import ModelRunner
+from serve_app.engine.request import SamplingParams, UserRequest
+from serve_app.errors import UnsupportedModelError
+from tests.families import FAMILIES, REFUSED, VOCAB_SIZE, generate_alone, tiny_model
+
+NUM_TOKENS = 12
+
+
+def make_engine(model, *, num_blocks_tokens=512, max_batched_tokens=16, max_batch_size=8):
+    runner = ModelRunner(
+        copy.deepcopy(model),
+        end_token_ids=frozenset({2}),
+        max_model_len=256,
+        block_size=4,
+        kv_cache_tokens=max(num_blocks_tokens, 256),
+    )
+    return BatchInferenceEngine(runner, max_batch_size=max_batch_size, max_batched_tokens=max_batched_tokens)
+
+
+def run(engine, prompts, num_tokens=NUM_TOKENS, **sampling):
+    """All prompts at once, stepped by hand; returns each one's tokens."""
+    params = SamplingParams(max_tokens=num_tokens, **{"temperature": 0.0, "ignore_eos": True, **sampling})
+    streams = engine.add_to_queue([UserRequest(f"r{i}-{id(prompts)}", p, params) for i, p in enumerate(prompts)])
+    while engine.step():
+        engine.check()
+    return [[output.token for output in stream] for stream in streams]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request):
+    """A model, prompts shorter and longer than a chunk and a window, and what `generate` says to each alone."""
+    model = tiny_model(FAMILIES[request.param]())
+    rng = random.Random(request.param)
+    prompts = [tuple(rng.randrange(3, VOCAB_SIZE) for _ in range(length)) for length in (1, 3, 9, 21, 50)]
+    expected = [generate_alone(model, prompt, NUM_TOKENS) for prompt in prompts]
+    assert len({tuple(tokens) for tokens in expected}) > 1, "a degenerate model proves nothing"
+    return model, prompts, expected
+
+
+def test_alone(family):
+    model, prompts, expected = family
+    engine = make_engine(model, max_batched_tokens=64)
+    assert [run(engine, [prompt])[0] for prompt in prompts] == expected
+
+
+def test_mixed_batch_with_prompts_longer_than_the_chunk(family):
+    model, prompts, expected = family
+    assert run(make_engine(model), prompts) == expected
+
+
+def test_prefix_hits(family):
+    model, prompts, expected = family
+    engine = make_engine(model)
+    assert run(engine, prompts) == expected
+    assert run(engine, list(reversed(prompts))) == list(reversed(expected))
+    assert engine.stats().num_prefix_hit_tokens >= 40
+
+
+def test_forced_preemption(family):
+    model, prompts, expected = family
+    engine = make_engine(model)
+    ledger = engine._scheduler.ledger
+    hostages = ledger.allocate(ledger.num_blocks - 29)  # 29 blocks of 4 tokens for rows that come to want 39
+    ledger.check()
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+    streams = engine.add_to_queue([UserRequest(str(i), p, params) for i, p in enumerate(prompts)])
+    while engine.step():
+        pass
+    assert [[output.token for output in stream] for stream in streams] == expected
+    assert engine.stats().num_preemptions > 0
+    ledger.release(hostages)
+    engine.check()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_follow_the_interface_is_refused_by_name(name):
+    model = tiny_model(REFUSED[name]())
+    with pytest.raises(UnsupportedModelError, match=type(model).__name__) as refusal:
+        make_engine(model)
+    assert "AttentionInterface" in str(refusal.value) or "packed inputs" in str(refusal.value)
+    print(refusal.value)

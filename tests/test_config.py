@@ -1,0 +1,74 @@
+"""Settings: what is wrong is named by its path, before anything starts."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from serve_app.app import build_app
+from serve_app.config import EngineLimits, IngressLimits, ServeConfig, parse_section
+from serve_app.errors import ConfigError
+
+YAML = Path(__file__).parents[1] / "serve_config.yaml"
+
+
+def load():
+    return yaml.safe_load(YAML.read_text())["applications"][0]
+
+
+def test_the_file_that_operators_edit_is_valid_and_complete():
+    application = load()
+    config = parse_section(ServeConfig, application["args"], "args")
+    assert config == ServeConfig()  # what it says is what the code defaults to
+    deployments = {d["name"]: d for d in application["deployments"]}
+    assert parse_section(EngineLimits, deployments["Engine"]["user_config"], "x") == EngineLimits()
+    assert parse_section(IngressLimits, deployments["Ingress"]["user_config"], "x") == IngressLimits()
+    assert set(deployments["Engine"]["user_config"]) == set(EngineLimits.model_fields)
+    assert set(deployments["Ingress"]["user_config"]) == set(IngressLimits.model_fields)
+    for deployment in deployments.values():
+        assert deployment["autoscaling_config"]["min_replicas"] >= 1
+    assert deployments["Engine"]["max_ongoing_requests"] >= 2 * EngineLimits().max_batch_size
+
+
+def test_every_key_is_commented():
+    section_starts = ("args", "model", "engine", "deployments", "user_config", "autoscaling_config", "http_options")
+    uncommented = [
+        line
+        for line in YAML.read_text().splitlines()
+        if ":" in line and "#" not in line and not line.strip().rstrip(":").removeprefix("- ").startswith(section_starts)
+    ]
+    plain = {"applications", "- name", "route_prefix", "import_path", "port", "ray_actor_options", "min_replicas"}
+    plain |= {"max_replicas", "upscale_delay_s", "downscale_delay_s", "target_ongoing_requests", "max_ongoing_requests"}
+    plain |= {"graceful_shutdown_timeout_s", "health_check_period_s", "health_check_timeout_s"}
+    assert {line.strip().split(":")[0] for line in uncommented} <= plain
+
+
+@pytest.mark.parametrize(
+    ("args", "path"),
+    [
+        ({"modle": {}}, "args.modle: unknown key"),
+        ({"model": {"dtype": "int3"}}, "args.model.dtype:"),
+        ({"model": {"max_model_len": "8192"}}, "args.model.max_model_len:"),
+        ({"engine": {"block_size": 0}}, "args.engine.block_size:"),
+        ({"engine": {"blocksize": 16}}, "args.engine.blocksize: unknown key"),
+        ({"engine": {"kv_cache_tokens": 100}, "model": {"max_model_len": 200}}, "kv_cache_tokens (100) must be at least"),
+        ({"model": None}, "args.model:"),
+        ([], "args:"),
+    ],
+)
+def test_bad_args_stop_the_start_and_are_named(args, path):
+    with pytest.raises(ConfigError) as refusal:
+        build_app(args)
+    assert path in str(refusal.value)
+
+
+def test_all_problems_are_told_at_once():
+    with pytest.raises(ConfigError) as refusal:
+        parse_section(EngineLimits, {"max_batch_size": 0, "wait": 1}, "Engine.user_config")
+    assert "Engine.user_config.max_batch_size" in str(refusal.value)
+    assert "Engine.user_config.wait: unknown key" in str(refusal.value)
+
+
+def test_settings_are_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        EngineLimits().max_batch_size = 3
