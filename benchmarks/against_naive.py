@@ -107,7 +107,8 @@ def main() -> int:
     parser.add_argument("-c", "--concurrency", type=int, default=32, help="streams at a time (default 32)")
     parser.add_argument("-n", "--requests", type=int, default=96, help="requests per run (default 96)")
     parser.add_argument("--prompt-words", default="30,120", help="least,most words of a prompt (default 30,120)")
-    parser.add_argument("--output-tokens", default="16,128", help="least,most tokens of an answer (default 16,128)")
+    parser.add_argument("--output-tokens", default="8,256", help="least,most tokens of an answer (default 8,256)")
+    parser.add_argument("--uniform", action="store_true", help="uniform output lengths instead of a long tail")
     parser.add_argument("--naive-batch-size", type=int, default=32, help="max_batch_size of the baseline (default 32)")
     parser.add_argument("--repeats", type=int, default=2, help="interleaved runs of each (default 2)")
     parser.add_argument("--port", type=int, default=8123)
@@ -120,7 +121,7 @@ def main() -> int:
             with serving(config, args.port) as url:
                 model = "smollm2-135m-instruct"
                 asyncio.run(run_load(url, model, mixed_jobs(4, 99, words, tokens), 4))  # warm up
-                jobs = mixed_jobs(args.requests, repeat, words, tokens)
+                jobs = mixed_jobs(args.requests, repeat, words, tokens, long_tail=not args.uniform)
                 results[name].append(asyncio.run(run_load(url, model, jobs, args.concurrency)))
                 report(name, results[name][-1])
     speedup = median(results["ours"], "tokens_per_s") / median(results["naive"], "tokens_per_s")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -85,12 +86,22 @@ class LoadResult:
         return self.quantile([gap for outcome in self.outcomes for gap in outcome.gaps_s], 0.5)
 
 
-def mixed_jobs(count: int, seed: int, prompt_words: tuple[int, int], output_tokens: tuple[int, int]) -> list[Job]:
-    """Reproducible jobs of mixed lengths, uniform between the bounds."""
+def mixed_jobs(
+    count: int, seed: int, prompt_words: tuple[int, int], output_tokens: tuple[int, int], *, long_tail: bool = True
+) -> list[Job]:
+    """Reproducible jobs of mixed lengths between the bounds.
+
+    Prompt lengths are uniform. Output lengths have a long tail (log-uniform: many short answers and few long ones, as in
+    chat traffic), or are uniform too.
+    """
     rng = random.Random(seed)
+    least, most = output_tokens
+
+    def output_length() -> int:
+        return round(math.exp(rng.uniform(math.log(least), math.log(most)))) if long_tail else rng.randint(least, most)
+
     return [
-        Job(" ".join(rng.choice(WORDS) for _ in range(rng.randint(*prompt_words))), rng.randint(*output_tokens))
-        for _ in range(count)
+        Job(" ".join(rng.choice(WORDS) for _ in range(rng.randint(*prompt_words))), output_length()) for _ in range(count)
     ]
 
 

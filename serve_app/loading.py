@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 from serve_app.config import EngineConfig, EngineLimits, ModelConfig
 from serve_app.engine.engine import BatchInferenceEngine
@@ -48,13 +49,12 @@ def load_engine(
         ModelError, ConfigError: as `load_runner`.
     """
     engine, limits = engine or EngineConfig(), limits or EngineLimits()
-    started = BatchInferenceEngine(
-        load_runner(model or ModelConfig(source=source), engine),
+    model = model or ModelConfig(source=source)
+    return BatchInferenceEngine.launch(
+        partial(load_runner, model, engine),
         max_batch_size=limits.max_batch_size,
         max_batched_tokens=engine.max_batched_tokens,
         batch_wait_timeout_s=limits.batch_wait_timeout_s,
         max_waiting_tokens=limits.max_waiting_tokens,
         prefix_cache=engine.prefix_cache,
     )
-    started.start()
-    return started

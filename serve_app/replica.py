@@ -13,11 +13,12 @@ from typing import Any
 from ray import serve
 
 from serve_app.config import EngineConfig, EngineLimits, ModelConfig, parse_section
-from serve_app.engine.engine import BatchInferenceEngine
+from serve_app.engine.engine import EngineStats
 from serve_app.engine.request import Delivery, RequestFailure, UserRequest
 from serve_app.engine.stream import TokenStream
 from serve_app.errors import ServeAppError
-from serve_app.loading import load_runner
+from serve_app.loading import load_engine
+from serve_app.metrics import ReplicaMetrics
 
 DRAIN_POLL_S = 0.1
 DOOR_CONCURRENCY = 1024
@@ -29,15 +30,9 @@ class EngineReplica:
 
     def __init__(self, model: ModelConfig, engine: EngineConfig) -> None:
         self._config = engine
-        limits = EngineLimits()
-        self._engine = BatchInferenceEngine(
-            load_runner(model, engine),
-            max_batch_size=limits.max_batch_size,
-            max_batched_tokens=engine.max_batched_tokens,
-            max_waiting_tokens=limits.max_waiting_tokens,
-            prefix_cache=engine.prefix_cache,
-        )
-        self._engine.start()
+        self._engine = load_engine(model=model, engine=engine)
+        self._metrics = ReplicaMetrics()
+        self.reconfigure(None)  # Serve calls it again if the YAML has a user_config
 
     def reconfigure(self, user_config: dict[str, Any] | None) -> None:
         """Applies changed limits to the door and the engine; running streams go on."""
@@ -68,20 +63,30 @@ class EngineReplica:
         except asyncio.CancelledError:  # left at the door: the stream that is to come is not wanted
             entering.add_done_callback(_close_stream)
             raise
+        ending, num_tokens = "cancelled", 0
         try:
             async for outputs in stream.batches():
+                num_tokens += len(outputs)
+                ending = outputs[-1].finish_reason or ending
                 yield list(outputs)
         except ServeAppError as error:
+            ending = error.type
             yield [RequestFailure(request.request_id, error)]
         finally:
             stream.close()
+            self._metrics.request_ended(ending, len(request.prompt_token_ids), num_tokens)
+
+    async def stats(self) -> EngineStats:
+        """Numbers of this moment."""
+        return self._engine.stats()
 
     async def ready(self) -> None:
         """Raises `EngineUnavailableError` when the engine makes no progress."""
         self.check_health()
 
     def check_health(self) -> None:
-        """Called by Serve: a replica that makes no progress is replaced."""
+        """Called by Serve every few seconds: a replica that makes no progress is replaced."""
+        self._metrics.observe(self._engine.stats())
         self._engine.check_health(self._config.stall_timeout_s)
 
     async def __del__(self) -> None:

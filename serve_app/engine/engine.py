@@ -13,9 +13,11 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any, Self
 
 from serve_app.engine.kv_cache import BlockLedger
 from serve_app.engine.request import Delivery, RequestFailure, TokenOutput, UserRequest
@@ -115,6 +117,33 @@ class BatchInferenceEngine:
         self._last_batch_size = 0
         self._tokens_per_s = 0.0
         self._last_progress_at = time.monotonic()
+
+    @classmethod
+    def launch(cls, make_runner: Callable[[], Runner], **settings: Any) -> Self:
+        """Makes the runner in the engine's own thread, and starts. Errors of `make_runner` are raised here.
+
+        OpenMP keeps a team of workers for every thread that ever computed with several. As soon as the teams of a process
+        have more threads than there are cores, waiting workers are put to sleep, and waking them a thousand times a step
+        costs more than the step: so one thread loads, proves and steps the model.
+
+        Args:
+            make_runner: loads the model.
+            settings: as for the constructor.
+        """
+        launched: Future[Self] = Future()
+
+        def body() -> None:
+            try:
+                engine = cls(make_runner(), **settings)
+            except BaseException as error:  # raised again in the caller's thread
+                launched.set_exception(error)
+            else:
+                engine._thread = threading.current_thread()
+                launched.set_result(engine)
+                engine._loop()
+
+        threading.Thread(target=body, name="engine", daemon=True).start()
+        return launched.result()
 
     # ---- for callers, from any thread
 

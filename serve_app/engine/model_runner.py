@@ -71,7 +71,7 @@ class PackedForward:
 
 
 class ModelRunner:
-    """The real `Runner`.
+    """The real `Runner`. Made in the thread that is to call `run` (see `BatchInferenceEngine.launch`).
 
     Args:
         model: a causal LM in evaluation mode, on its device, loaded by `serve_app.models`.

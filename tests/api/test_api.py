@@ -3,6 +3,7 @@
 import json
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
@@ -253,23 +254,13 @@ def test_a_body_that_does_not_arrive_in_time_gets_408():
 
 
 def test_overload_is_429_with_retry_after():
-    runner = ScriptedRunner(step_s=0.02)
-    with serving(runner, max_batch_size=1, max_waiting_tokens=100) as server:
-        with server.http.stream("POST", "/v1/completions", json={"prompt": "a", "max_tokens": 60, "stream": True}) as first:
+    with serving(ScriptedRunner(step_s=0.02), max_batch_size=1, max_waiting_tokens=100) as server:
+        running = {"prompt": "a", "max_tokens": 60, "stream": True}
+        with server.http.stream("POST", "/v1/completions", json=running) as first, ThreadPoolExecutor(3) as pool:
             next(first.iter_raw())
-            with server.http.stream("POST", "/v1/completions", json={"prompt": "b", "max_tokens": 90, "stream": True}):
-                time.sleep(0.1)
-            answers = []
-            import threading
-
-            def send():
-                answers.append(server.http.post("/v1/completions", json={"prompt": "c", "max_tokens": 90}))
-
-            threads = [threading.Thread(target=send) for _ in range(3)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            waiting = {"prompt": "c", "max_tokens": 90}
+            calls = [pool.submit(server.http.post, "/v1/completions", json=waiting) for _ in range(3)]
+            answers = [call.result() for call in calls]
     refused = [answer for answer in answers if answer.status_code == 429]
     assert len(refused) == 2
     assert int(refused[0].headers["retry-after"]) >= 1

@@ -90,8 +90,8 @@ def test_pieces_join_to_the_tokenizers_own_decoding(backend, text):
 
 
 def test_so_they_do_for_random_tokens(backend):
-    """But for one thing: where byte-fallback tokens are no valid UTF-8, the tokenizer replaces each byte of their whole run,
-    also those of good characters, which a stream has long given out."""
+    """But for one thing: where byte-fallback tokens are no valid UTF-8, the tokenizer replaces each byte of their whole
+    run, also those of good characters, which a stream has long given out."""
     rng = random.Random(0)
     compared = 0
     for _ in range(300):

@@ -1,0 +1,32 @@
+"""What an engine replica reports to Prometheus, through Ray's own metrics."""
+
+from __future__ import annotations
+
+from ray.serve.metrics import Counter, Gauge
+
+from serve_app.engine.engine import EngineStats
+
+
+class ReplicaMetrics:
+    """Counters that agree with the `usage` that callers were told, and gauges of the moment."""
+
+    def __init__(self) -> None:
+        self._requests = Counter("serve_app_requests", "Requests by ending.", ("ending",))
+        self._prompt_tokens = Counter("serve_app_prompt_tokens", "Prompt tokens of ended requests.")
+        self._generation_tokens = Counter("serve_app_generation_tokens", "Tokens given to callers.")
+        self._running = Gauge("serve_app_running", "Rows that run.")
+        self._waiting = Gauge("serve_app_waiting", "Requests that wait.")
+        self._blocks_held = Gauge("serve_app_kv_blocks_held", "Cache blocks held by running rows.")
+
+    def request_ended(self, ending: str, num_prompt_tokens: int, num_tokens: int) -> None:
+        """Counts a request once, when it ends, however it ends."""
+        self._requests.inc(tags={"ending": ending})
+        self._prompt_tokens.inc(num_prompt_tokens)
+        if num_tokens:
+            self._generation_tokens.inc(num_tokens)
+
+    def observe(self, stats: EngineStats) -> None:
+        """Sets the gauges."""
+        self._running.set(stats.num_running)
+        self._waiting.set(stats.num_waiting)
+        self._blocks_held.set(stats.num_blocks - stats.num_free_blocks)

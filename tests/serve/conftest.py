@@ -1,0 +1,106 @@
+"""One small Ray for the whole session, with the applications of the real YAML on it."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import ray
+import yaml
+from ray import serve
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeDeploySchema
+
+from serve_app.engine.engine import EngineStats
+from tests.fakes import VOCAB_SIZE, byte_tokenizer
+from tests.families import FAMILIES, tiny_model
+
+YAML = Path(__file__).parents[2] / "serve_config.yaml"
+TINY = "tiny"
+
+
+class Deployed:
+    """The running applications: the built-in model at `url`, a tiny random one at `url`/tiny."""
+
+    def __init__(self, config: dict[str, Any], url: str) -> None:
+        self.config, self.url = config, url
+        self.http = httpx.Client(base_url=url, timeout=120, trust_env=False)
+
+    def deploy(self, change: Callable[[dict[str, Any]], None] = lambda config: None) -> None:
+        """Applies the config, as `serve deploy` does, with a change; waits until all is running."""
+        config = copy.deepcopy(self.config)
+        change(config)
+        _get_global_client().deploy_apps(ServeDeploySchema.model_validate(config))
+        deadline = time.monotonic() + 240
+        while not all(app.status == "RUNNING" for app in serve.status().applications.values()):
+            failed = [app for app in serve.status().applications.values() if app.status == "DEPLOY_FAILED"]
+            assert not failed, "\n".join(d.message for app in failed for d in app.deployments.values())
+            assert time.monotonic() < deadline, serve.status()
+            time.sleep(0.2)
+
+    def stats(self, app: str = TINY) -> EngineStats:
+        """The stats of an engine replica."""
+        return serve.get_deployment_handle("Engine", app).stats.remote().result(timeout_s=30)
+
+    def wait_until_idle(self, timeout_s: float = 10) -> None:
+        """Waits until the tiny engine runs nothing and holds no block."""
+        deadline = time.monotonic() + timeout_s
+        while (stats := self.stats()).num_running or stats.num_waiting or stats.num_free_blocks < stats.num_blocks:
+            assert time.monotonic() < deadline, stats
+            time.sleep(0.02)
+
+
+def deployment_of(config: dict[str, Any], name: str, app: str = TINY) -> dict[str, Any]:
+    """A deployment's section of a config, to be changed."""
+    [application] = [a for a in config["applications"] if a["name"] == app]
+    [deployment] = [d for d in application["deployments"] if d["name"] == name]
+    return deployment
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory) -> Path:
+    """A model folder as one would have it from a hub: tiny random Llama, byte-level tokenizer, chat template."""
+    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
+    config = FAMILIES["llama"]()
+    config.vocab_size = VOCAB_SIZE
+    tiny_model(config).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def deployed(tiny_folder) -> Iterator[Deployed]:
+    """Both applications, from the YAML that operators edit; only port, names and sizes are changed."""
+    config = yaml.safe_load(YAML.read_text())
+    [builtin] = config["applications"]
+    builtin["name"] = "builtin"
+    builtin["args"]["model"]["dtype"] = "float32"
+    builtin["args"]["engine"] |= {"kv_cache_tokens": 8192}
+    tiny = copy.deepcopy(builtin)
+    tiny |= {"name": TINY, "route_prefix": f"/{TINY}"}
+    tiny["args"] = {
+        "model": {"source": str(tiny_folder), "dtype": "float32"},
+        "engine": {"num_threads": 1, "max_batched_tokens": 128, "kv_cache_tokens": 32768},
+    }
+    config["applications"] = [builtin, tiny]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    config["http_options"]["port"] = port
+    ray.init(num_cpus=6, include_dashboard=False, log_to_driver=False, object_store_memory=200 * 1024 * 1024)
+    serve.start(http_options=config["http_options"])
+    running = Deployed(config, f"http://127.0.0.1:{port}")
+    try:
+        running.deploy()
+        yield running
+    finally:
+        running.http.close()
+        serve.shutdown()
+        ray.shutdown()
+        asyncio.set_event_loop(None)

@@ -1,0 +1,197 @@
+"""The whole: real Ray Serve, real HTTP, the real YAML."""
+
+import json
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+import ray
+from ray import serve
+
+from tests.api.server import ask
+from tests.serve.conftest import TINY, deployment_of
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own, while it runs in this process
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+def tiny(deployed, prompt, **fields):
+    return ask(deployed.http, f"/{TINY}/v1/completions", {"prompt": prompt, "temperature": 0, "ignore_eos": True, **fields})
+
+
+def test_the_question_of_the_readme_is_answered(deployed):
+    body = {"model": "smollm2-135m-instruct", "messages": QUESTION, "stream": True}
+    assert "Paris" in ask(deployed.http, "/v1/chat/completions", body).text
+
+
+def test_openai_client(deployed):
+    client = openai.OpenAI(base_url=f"{deployed.url}/v1", api_key="none", max_retries=0)
+    with client:
+        stream = client.chat.completions.create(
+            model="smollm2-135m-instruct", messages=QUESTION, temperature=0, max_tokens=16, stream=True
+        )
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+        whole = client.chat.completions.create(
+            model="smollm2-135m-instruct", messages=QUESTION, temperature=0, max_tokens=16
+        )
+        assert text == whole.choices[0].message.content == "The capital of France is Paris."
+        assert whole.choices[0].finish_reason == "stop"
+        with pytest.raises(openai.NotFoundError):
+            client.chat.completions.create(model="nope", messages=QUESTION)
+        with pytest.raises(openai.BadRequestError) as long:
+            client.completions.create(model="smollm2-135m-instruct", prompt=[5] * 9000)
+        assert long.value.code == "context_length_exceeded"
+
+
+def test_health_ready_and_models(deployed):
+    assert deployed.http.get("/health").status_code == 200
+    assert deployed.http.get("/ready").status_code == 200
+    assert [m["id"] for m in deployed.http.get("/v1/models").json()["data"]] == ["smollm2-135m-instruct"]
+    assert deployed.http.get(f"/{TINY}/v1/models").json()["data"][0]["id"] == "tiny-llama"
+
+
+def mixed_calls(count):
+    calls = []
+    for i in range(count):
+        call = {
+            "prompt": f"call {i}: " + chr(97 + i % 26) * (i * 7 % 60),
+            "max_tokens": 4 + i * 5 % 40,
+            "stream": i % 2 == 0,
+        }
+        if i % 3 == 1:
+            call |= {"temperature": 0.9, "seed": i}
+        if call["stream"]:
+            call["stream_options"] = {"include_usage": True}
+        calls.append(call)
+    return calls
+
+
+def test_64_concurrent_mixed_requests_get_what_each_gets_alone(deployed):
+    calls = mixed_calls(64)
+    alone = [tiny(deployed, **call).same for call in calls]
+    with ThreadPoolExecutor(64) as pool:
+        together = list(pool.map(lambda call: tiny(deployed, **call).same, calls))
+    assert together == alone
+    deployed.wait_until_idle()
+
+
+def test_calls_that_arrive_together_share_steps(deployed):
+    before = deployed.stats()
+    with ThreadPoolExecutor(32) as pool:
+        list(pool.map(lambda i: tiny(deployed, f"{i:02}", max_tokens=60), range(32)))
+    after = deployed.stats()
+    steps, drawn = after.num_steps - before.num_steps, after.num_drawn_tokens - before.num_drawn_tokens
+    assert drawn == 32 * 60
+    assert steps < drawn / 4
+
+
+def test_disconnecting_20_of_40_frees_their_blocks_and_leaves_the_others(deployed):
+    calls = [{"prompt": f"row {i}", "max_tokens": 150} for i in range(40)]
+    alone = [tiny(deployed, **call).text for call in calls[1::2]]
+    host, port = deployed.url.removeprefix("http://").split(":")
+    before = deployed.stats()
+    leavers = []
+    with ThreadPoolExecutor(20) as pool:
+        stayers = [pool.submit(tiny, deployed, **call, stream=True) for call in calls[1::2]]
+        for i, call in enumerate(calls[::2]):
+            fields = {**call, "max_tokens": 400, "ignore_eos": True, "stream": i % 2 == 0, "temperature": 0}
+            body = json.dumps(fields).encode()
+            connection = socket.create_connection((host, int(port)), timeout=10)
+            connection.sendall(
+                b"POST /tiny/v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+            )
+            leavers.append(connection)
+        deadline = time.monotonic() + 20
+        while (stats := deployed.stats()).num_running + stats.num_waiting < 30 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for connection in leavers:
+            connection.close()
+        assert [stayer.result().text for stayer in stayers] == alone
+    deployed.wait_until_idle()
+    drawn = deployed.stats().num_drawn_tokens - before.num_drawn_tokens
+    assert drawn < 20 * 150 + 20 * 400 * 0.9  # the leavers were not computed to their end
+
+
+def test_a_queued_caller_who_leaves_is_never_computed(deployed):
+    def limit(config, size):
+        deployment_of(config, "Engine")["user_config"]["max_batch_size"] = size
+
+    deployed.deploy(lambda config: limit(config, 1))
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(tiny, deployed, "first", max_tokens=300)
+            while deployed.stats().num_running < 1:
+                time.sleep(0.01)
+            before = deployed.stats().num_waiting
+            host, port = deployed.url.removeprefix("http://").split(":")
+            body = b'{"prompt": "queued", "max_tokens": 300}'
+            with socket.create_connection((host, int(port)), timeout=10) as connection:
+                connection.sendall(
+                    b"POST /tiny/v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+                )
+                while deployed.stats().num_waiting == before:
+                    time.sleep(0.01)
+            while deployed.stats().num_waiting > before:
+                time.sleep(0.01)
+            assert first.result().usage["completion_tokens"] == 300
+    finally:
+        deployed.deploy()
+    deployed.wait_until_idle()
+
+
+def test_user_config_changes_without_dropping_a_stream(deployed):
+    replicas = serve.status().applications[TINY].deployments["Engine"].replica_states
+    with ThreadPoolExecutor(8) as pool:
+        streams = [pool.submit(tiny, deployed, f"s{i}", max_tokens=400, stream=True) for i in range(8)]
+        while deployed.stats().num_running < 8:
+            time.sleep(0.01)
+        deployed.deploy(lambda config: deployment_of(config, "Engine")["user_config"].update(max_batch_size=48))
+        assert deployed.stats().max_batch_size == 48
+        assert all(stream.result().finish_reason == "length" for stream in streams)
+    assert serve.status().applications[TINY].deployments["Engine"].replica_states == replicas
+    deployed.deploy()
+
+
+def test_two_engine_replicas_by_changing_one_number(deployed):
+    alone = [tiny(deployed, f"replica {i}", max_tokens=30).text for i in range(16)]
+    deployed.deploy(lambda config: deployment_of(config, "Engine")["autoscaling_config"].update(min_replicas=2))
+    try:
+        assert serve.status().applications[TINY].deployments["Engine"].replica_states == {"RUNNING": 2}
+        with ThreadPoolExecutor(16) as pool:
+            together = list(pool.map(lambda i: tiny(deployed, f"replica {i}", max_tokens=30).text, range(16)))
+        assert together == alone
+    finally:
+        deployed.deploy()
+
+
+def test_a_bad_user_config_fails_the_deployment_and_names_the_key(deployed):
+    with pytest.raises(AssertionError, match=r"Engine\.user_config\.max_batch_sise: unknown key"):
+        deployed.deploy(lambda config: deployment_of(config, "Engine")["user_config"].update(max_batch_sise=1))
+    deployed.deploy()
+    assert tiny(deployed, "after", max_tokens=3).status == 200
+
+
+def test_a_draining_replica_lets_its_streams_end(deployed):
+    """A change of args replaces the replicas; the streams of the old ones go on to their end."""
+    expected = tiny(deployed, "drain", max_tokens=400).text
+    got = []
+    streaming = threading.Thread(target=lambda: got.append(tiny(deployed, "drain", max_tokens=400, stream=True)))
+    streaming.start()
+    while deployed.stats().num_running < 1:
+        time.sleep(0.01)
+
+    def larger_chunks(config):
+        [application] = [a for a in config["applications"] if a["name"] == TINY]
+        application["args"]["engine"]["max_batched_tokens"] = 64
+
+    deployed.deploy(larger_chunks)
+    streaming.join(60)
+    assert got[0].text == expected
+    deployed.deploy()
+
+
+def test_one_ray_is_all_there_is(deployed):
+    assert len([node for node in ray.nodes() if node["Alive"]]) == 1
