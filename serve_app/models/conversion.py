@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 logger = logging.getLogger(__name__)
 
-RECOMMENDED_SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
-"""From the model card of SmolLM2-135M-Instruct; a GGUF file does not carry it."""
+RECOMMENDED_SAMPLING = {"do_sample": False}
+"""A GGUF file does not carry it. At temperature 1, OpenAI's default, a model of this size and precision rambles."""
 
 
 def convert(source: Path, folder: Path, name: str) -> None:

@@ -73,10 +73,12 @@ def _read_generation_config(checkpoint: Checkpoint) -> dict[str, Any]:
         generation = GenerationConfig.from_pretrained(checkpoint.path, revision=checkpoint.revision or "main")
     except OSError:
         return {}
-    return dict(generation.to_diff_dict())
+    return {name: value for name, value in vars(generation).items() if value is not None}
 
 
 def _sampling_defaults(generation: dict[str, Any]) -> SamplingDefaults:
+    if generation.get("do_sample") is False:
+        return SamplingDefaults(temperature=0.0)
     names = [field.name for field in fields(SamplingDefaults)]
     return SamplingDefaults(**{name: generation[name] for name in names if generation.get(name) is not None})
 

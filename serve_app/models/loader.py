@@ -52,5 +52,5 @@ def load_model(checkpoint: Checkpoint, *, dtype: str = "auto", device: str = "au
         raise UnsupportedModelError(f"{checkpoint.name} cannot be loaded as a causal LM: {error}") from error
     model.train(False)
     model.requires_grad_(False)
-    model.to(place)
+    torch.nn.Module.to(model, place)
     return model

@@ -75,7 +75,7 @@ def test_what_its_files_say(builtin_checkpoint):
     facts = read_facts(builtin_checkpoint)
     assert facts.max_model_len == 8192
     assert facts.end_token_ids == {2}
-    assert (facts.sampling.temperature, facts.sampling.top_p) == (0.2, 0.9)
+    assert facts.sampling.temperature == 0.0  # a model of this size rambles when it is sampled at 1
     assert read_facts(builtin_checkpoint, 100).max_model_len == 100
 
 

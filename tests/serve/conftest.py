@@ -49,12 +49,17 @@ class Deployed:
         """The stats of an engine replica."""
         return serve.get_deployment_handle("Engine", app).stats.remote().result(timeout_s=30)
 
+    def wait_for(self, condition: Callable[[EngineStats], bool], timeout_s: float = 30) -> EngineStats:
+        """Waits until the tiny engine's stats fulfil a condition; fails when that takes too long."""
+        deadline = time.monotonic() + timeout_s
+        while not condition(stats := self.stats()):
+            assert time.monotonic() < deadline, stats
+            time.sleep(0.01)
+        return stats
+
     def wait_until_idle(self, timeout_s: float = 10) -> None:
         """Waits until the tiny engine runs nothing and holds no block."""
-        deadline = time.monotonic() + timeout_s
-        while (stats := self.stats()).num_running or stats.num_waiting or stats.num_free_blocks < stats.num_blocks:
-            assert time.monotonic() < deadline, stats
-            time.sleep(0.02)
+        self.wait_for(lambda s: not s.num_running and not s.num_waiting and s.num_free_blocks == s.num_blocks, timeout_s)
 
 
 def deployment_of(config: dict[str, Any], name: str, app: str = TINY) -> dict[str, Any]:

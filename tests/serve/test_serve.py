@@ -3,7 +3,6 @@
 import json
 import socket
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
@@ -104,9 +103,7 @@ def test_disconnecting_20_of_40_frees_their_blocks_and_leaves_the_others(deploye
                 b"POST /tiny/v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
             )
             leavers.append(connection)
-        deadline = time.monotonic() + 20
-        while (stats := deployed.stats()).num_running + stats.num_waiting < 30 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        deployed.wait_for(lambda stats: stats.num_running + stats.num_waiting >= 30)
         for connection in leavers:
             connection.close()
         assert [stayer.result().text for stayer in stayers] == alone
@@ -122,21 +119,17 @@ def test_a_queued_caller_who_leaves_is_never_computed(deployed):
     deployed.deploy(lambda config: limit(config, 1))
     try:
         with ThreadPoolExecutor(1) as pool:
-            first = pool.submit(tiny, deployed, "first", max_tokens=300)
-            while deployed.stats().num_running < 1:
-                time.sleep(0.01)
-            before = deployed.stats().num_waiting
+            first = pool.submit(tiny, deployed, "first", max_tokens=480)
+            deployed.wait_for(lambda stats: stats.num_running == 1)
             host, port = deployed.url.removeprefix("http://").split(":")
             body = b'{"prompt": "queued", "max_tokens": 300}'
             with socket.create_connection((host, int(port)), timeout=10) as connection:
                 connection.sendall(
                     b"POST /tiny/v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
                 )
-                while deployed.stats().num_waiting == before:
-                    time.sleep(0.01)
-            while deployed.stats().num_waiting > before:
-                time.sleep(0.01)
-            assert first.result().usage["completion_tokens"] == 300
+                deployed.wait_for(lambda stats: stats.num_waiting == 1)
+            deployed.wait_for(lambda stats: stats.num_waiting == 0 and stats.num_running == 1)
+            assert first.result().usage["completion_tokens"] == 480
     finally:
         deployed.deploy()
     deployed.wait_until_idle()
@@ -146,8 +139,7 @@ def test_user_config_changes_without_dropping_a_stream(deployed):
     replicas = serve.status().applications[TINY].deployments["Engine"].replica_states
     with ThreadPoolExecutor(8) as pool:
         streams = [pool.submit(tiny, deployed, f"s{i}", max_tokens=400, stream=True) for i in range(8)]
-        while deployed.stats().num_running < 8:
-            time.sleep(0.01)
+        deployed.wait_for(lambda stats: stats.num_running == 8)
         deployed.deploy(lambda config: deployment_of(config, "Engine")["user_config"].update(max_batch_size=48))
         assert deployed.stats().max_batch_size == 48
         assert all(stream.result().finish_reason == "length" for stream in streams)
@@ -180,8 +172,7 @@ def test_a_draining_replica_lets_its_streams_end(deployed):
     got = []
     streaming = threading.Thread(target=lambda: got.append(tiny(deployed, "drain", max_tokens=400, stream=True)))
     streaming.start()
-    while deployed.stats().num_running < 1:
-        time.sleep(0.01)
+    deployed.wait_for(lambda stats: stats.num_running == 1)
 
     def larger_chunks(config):
         [application] = [a for a in config["applications"] if a["name"] == TINY]
