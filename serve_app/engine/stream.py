@@ -87,7 +87,7 @@ class TokenStream:
 
 
 def as_they_come(streams: Iterable[TokenStream]) -> Iterator[TokenOutput]:
-    """The tokens of streams that one call of `add_to_queue` opened in a thread, in the order of their drawing."""
+    """The tokens of streams that one call of `add_to_queue` opened in a thread; what came meanwhile, stream by stream."""
     unfinished = list(streams)
     while unfinished := [stream for stream in unfinished if not stream.has_ended]:
         _wait_for_any(unfinished)
