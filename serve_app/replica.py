@@ -80,6 +80,11 @@ class EngineReplica:
         """Numbers of this moment."""
         return self._engine.stats()
 
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve for the autoscaling policy."""
+        stats = self._engine.stats()
+        return {"backlog_tokens": float(stats.num_backlog_tokens), "tokens_per_s": stats.tokens_per_s}
+
     async def ready(self) -> None:
         """Raises `EngineUnavailableError` when the engine makes no progress."""
         self.check_health()

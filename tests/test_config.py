@@ -39,6 +39,7 @@ def test_every_key_is_commented():
     ]
     plain = {"applications", "- name", "route_prefix", "import_path", "port", "ray_actor_options", "min_replicas"}
     plain |= {"max_replicas", "upscale_delay_s", "downscale_delay_s", "target_ongoing_requests", "max_ongoing_requests"}
+    plain |= {"policy_kwargs", "request_router_kwargs", "policy_function", "request_router_class"}
     plain |= {"graceful_shutdown_timeout_s", "health_check_period_s", "health_check_timeout_s"}
     assert {line.strip().split(":")[0] for line in uncommented} <= plain
 

@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "metrics": {"engine"},
     "replica": {"errors", "config", "engine", "loading", "metrics"},
     "autoscaling": set(),
-    "routing": set(),
+    "routing": {"engine.request"},
     "app": {"config", "ingress", "replica"},
     "cli": {"models", "local"},
 }

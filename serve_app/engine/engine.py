@@ -46,6 +46,8 @@ class EngineStats:
     num_waiting: int
     num_running: int
     num_waiting_tokens: int
+    num_backlog_tokens: int
+    """Tokens that may still be computed for all requests in sight, waiting and running."""
     num_blocks: int
     num_free_blocks: int
     num_steps: int
@@ -194,6 +196,10 @@ class BatchInferenceEngine:
             num_waiting=len(scheduler.waiting) + len(self._arrivals),
             num_running=len(scheduler.running),
             num_waiting_tokens=self._num_waiting_tokens,
+            num_backlog_tokens=self._num_waiting_tokens
+            + sum(
+                sequence.num_tokens_left for sequence in (*scheduler.running, *scheduler.waiting) if not sequence.is_queued
+            ),
             num_blocks=scheduler.ledger.num_blocks,
             num_free_blocks=scheduler.ledger.num_free,
             num_steps=self._num_steps,

@@ -67,6 +67,11 @@ class Sequence:
         return self.num_prompt_tokens + self.request.sampling.max_tokens
 
     @property
+    def num_tokens_left(self) -> int:
+        """Tokens that may still be computed for it."""
+        return self.num_tokens_at_most - self.num_computed_tokens
+
+    @property
     def may_end(self) -> bool:
         """Whether the next token may be an end token (`min_tokens` are drawn)."""
         return self.num_output_tokens >= self.request.sampling.min_tokens

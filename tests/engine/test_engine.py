@@ -204,11 +204,11 @@ def test_health_is_progress(running):
 
 
 def test_a_long_prefill_that_advances_is_healthy(running):
-    engine = running(ScriptedRunner(step_s=0.03), max_batched_tokens=8)
+    engine = running(ScriptedRunner(step_s=0.05), max_batched_tokens=8)
     [stream] = engine.add_to_queue([ask("a", range(10, 210), 2)])
     for _ in range(10):
-        time.sleep(0.05)
-        engine.check_health(0.2)
+        time.sleep(0.1)
+        engine.check_health(0.7)
     tokens(stream)
 
 
