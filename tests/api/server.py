@@ -159,8 +159,9 @@ def serving(
         client=client,
         limits=limits or IngressLimits(),
     )
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(api.asgi(), log_level="warning", lifespan="off"))
+    listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+    # a pooled connection must not be closed just as a client that was kept waiting reuses it
+    server = uvicorn.Server(uvicorn.Config(api.asgi(), log_level="warning", lifespan="off", timeout_keep_alive=300))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
     engine.start()
     thread.start()
