@@ -103,7 +103,7 @@ class BatchInferenceEngine:
             prefix_cache=prefix_cache,
         )
         self._max_waiting_tokens = max_waiting_tokens
-        self._inbox = threading.Condition()  # guards the next four; never held while the model runs
+        self._inbox = threading.Condition()  # guards the next four and _num_waiting_tokens; never held while the model runs
         self._arrivals: deque[Sequence] = deque()
         self._departures: set[str] = set()
         self._streams: dict[str, TokenStream] = {}

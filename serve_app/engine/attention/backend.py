@@ -60,7 +60,7 @@ class LayerProbe:
 
 @dataclass(slots=True)
 class AttentionProbe:
-    """Stands in for a step when a model is first loaded: records each layer's shapes, computes causal attention alone."""
+    """Stands in for a step when a model is first loaded: records each layer's shapes and gives zeros."""
 
     layers: dict[int, LayerProbe] = field(default_factory=dict)
 
