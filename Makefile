@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	@touch $@
 
 serve: setup ## start the server on serve_config.yaml
-	$(BIN)/serve run serve_config.yaml
+	@set -a; . ./serve.env; set +a; exec $(BIN)/serve run serve_config.yaml
 
 test: setup ## all tests
 	$(BIN)/pytest

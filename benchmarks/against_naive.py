@@ -57,7 +57,9 @@ def serving(config: dict[str, object], port: int) -> Iterator[str]:
         path.write_text(yaml.safe_dump(config))
         log = (Path(folder) / "log").open("w+")
         command = [str(Path(sys.executable).parent / "serve"), "run", "--app-dir", str(ROOT), str(path)]
-        server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
+        server = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=_environment(), start_new_session=True
+        )
         try:
             url = f"http://127.0.0.1:{port}"
             _wait_until_up(server, url, log.name)
@@ -69,6 +71,12 @@ def serving(config: dict[str, object], port: int) -> Iterator[str]:
             except subprocess.TimeoutExpired:
                 os.killpg(server.pid, signal.SIGKILL)
                 server.wait()
+
+
+def _environment() -> dict[str, str]:
+    """What `make serve` runs in: the switches of serve.env, for the baseline as for ours."""
+    lines = (ROOT / "serve.env").read_text().splitlines()
+    return {**os.environ, **dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))}
 
 
 def _wait_until_up(server: subprocess.Popen[bytes], url: str, log: str) -> None:
@@ -107,8 +115,8 @@ def main() -> int:
     parser.add_argument("-c", "--concurrency", type=int, default=32, help="streams at a time (default 32)")
     parser.add_argument("-n", "--requests", type=int, default=96, help="requests per run (default 96)")
     parser.add_argument("--prompt-words", default="30,120", help="least,most words of a prompt (default 30,120)")
-    parser.add_argument("--output-tokens", default="8,256", help="least,most tokens of an answer (default 8,256)")
-    parser.add_argument("--uniform", action="store_true", help="uniform output lengths instead of a long tail")
+    parser.add_argument("--output-tokens", default="16,128", help="least,most tokens of an answer (default 16,128)")
+    parser.add_argument("--long-tail", action="store_true", help="most answers short, few long, instead of uniform")
     parser.add_argument("--naive-batch-size", type=int, default=32, help="max_batch_size of the baseline (default 32)")
     parser.add_argument("--repeats", type=int, default=2, help="interleaved runs of each (default 2)")
     parser.add_argument("--port", type=int, default=8123)
@@ -121,7 +129,7 @@ def main() -> int:
             with serving(config, args.port) as url:
                 model = "smollm2-135m-instruct"
                 asyncio.run(run_load(url, model, mixed_jobs(4, 99, words, tokens), 4))  # warm up
-                jobs = mixed_jobs(args.requests, repeat, words, tokens, long_tail=not args.uniform)
+                jobs = mixed_jobs(args.requests, repeat, words, tokens, long_tail=args.long_tail)
                 results[name].append(asyncio.run(run_load(url, model, jobs, args.concurrency)))
                 report(name, results[name][-1])
     speedup = median(results["ours"], "tokens_per_s") / median(results["naive"], "tokens_per_s")

@@ -48,6 +48,8 @@ class EngineConfig(Section):
     """Share the blocks of equal prefixes."""
     num_threads: int = Field(default=0, ge=0)
     """Threads of one replica's matrix products on CPU; 0 takes the machine's cores."""
+    native_kernels: bool = True
+    """On CPU: our own kernels, compiled once where there is a C++ compiler; else, and when false, torch's operations."""
     stall_timeout_s: float = Field(default=60.0, gt=0)
     """Work queued and no step finished for this long: the health check fails and Serve replaces the replica."""
 

@@ -29,6 +29,7 @@ def load_runner(model: ModelConfig, engine: EngineConfig) -> ModelRunner:
         block_size=engine.block_size,
         kv_cache_tokens=engine.kv_cache_tokens,
         num_threads=engine.num_threads or len(os.sched_getaffinity(0)),
+        native_kernels=engine.native_kernels,
     )
 
 

@@ -16,10 +16,11 @@ MODULES = sorted(path.relative_to(PACKAGE.parent).with_suffix("") for path in PA
 
 MAY_IMPORT = {
     "errors": set(),
+    "cache": set(),
     "config": {"errors"},
-    "engine": {"errors"},
+    "engine": {"errors", "cache"},
     "text": {"errors", "engine.request"},
-    "models": {"errors"},
+    "models": {"errors", "cache"},
     "ingress": {"errors", "config", "engine.request", "text", "models.facts", "models.checkpoint"},
     "loading": {"errors", "config", "engine", "models"},
     "local": {"errors", "config", "engine", "text", "models", "loading"},
@@ -41,6 +42,9 @@ TORCH_FILES = {
     "serve_app/engine/model_runner",
     "serve_app/engine/sampler",
     "serve_app/engine/linear",
+    "serve_app/engine/decoder_layer",
+    "serve_app/engine/fusion",
+    "serve_app/engine/native/",
     "serve_app/engine/proof",
     "serve_app/engine/attention/",
     "serve_app/models/loader",

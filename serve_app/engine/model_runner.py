@@ -12,8 +12,12 @@ from serve_app.engine.attention.backend import AttentionBackend, AttentionStep, 
 from serve_app.engine.attention.cpu import CpuAttention
 from serve_app.engine.attention.cuda import CudaAttention
 from serve_app.engine.attention.layout import LayerCache, PackedLayout, Segment
+from serve_app.engine.attention.native import NATIVE_DTYPES, NativeAttention
+from serve_app.engine.decoder_layer import fuse_layers
+from serve_app.engine.fusion import fuse
 from serve_app.engine.linear import pack_linears
-from serve_app.engine.proof import PROOF_BLOCK_SIZE, PROOF_NUM_BLOCKS, probe_layers, prove
+from serve_app.engine.native.kernels import Kernels, load_kernels
+from serve_app.engine.proof import PROOF_BLOCK_SIZE, PROOF_NUM_BLOCKS, Proof, probe_layers
 from serve_app.engine.runner import Draw
 from serve_app.engine.sampler import RowSampling, Sampler
 from serve_app.engine.scheduler import PlannedRow, StepPlan
@@ -80,6 +84,7 @@ class ModelRunner:
         block_size: tokens of a cache block.
         kv_cache_tokens: size of the cache; None chooses one (see `EngineConfig`).
         num_threads: CPU threads of the forward pass; 0 leaves the process's setting.
+        native_kernels: whether our own kernels may serve on CPU, where they can be compiled.
 
     Raises:
         UnsupportedModelError: the proof found that packed rows do not give what the model gives alone.
@@ -95,19 +100,26 @@ class ModelRunner:
         block_size: int = 16,
         kv_cache_tokens: int | None = None,
         num_threads: int = 0,
+        native_kernels: bool = True,
     ) -> None:
         if num_threads:
             torch.set_num_threads(num_threads)
         self._end_token_ids = end_token_ids
         self._max_model_len = max_model_len
         self._block_size = block_size
-        backend: AttentionBackend = CudaAttention() if model.device.type == "cuda" else CpuAttention()
+        kernels = load_kernels() if native_kernels and model.device.type == "cpu" else None
+        backend = _choose_attention(model, kernels)
         with torch.inference_mode():
             layers = probe_layers(model)
-            scratch = _allocate(layers, PROOF_NUM_BLOCKS, PROOF_BLOCK_SIZE, model.device)
-            prove(model, PackedForward(model, scratch, PROOF_BLOCK_SIZE, backend))
+            proof = Proof(model)
+            if isinstance(backend, NativeAttention):
+                fuse_layers(model, backend, layers)
             if model.device.type == "cpu":
-                pack_linears(model)
+                pack_linears(model, kernels)
+            if kernels is not None:
+                fuse(model, kernels)
+            scratch = _allocate(layers, PROOF_NUM_BLOCKS, PROOF_BLOCK_SIZE, model.device)
+            proof.check(PackedForward(model, scratch, PROOF_BLOCK_SIZE, backend))
             self._num_blocks = self._choose_num_blocks(layers, kv_cache_tokens, model.device)
             caches = _allocate(layers, self._num_blocks, block_size, model.device)
         self._forward = PackedForward(model, caches, block_size, backend)
@@ -160,6 +172,12 @@ class ModelRunner:
         draws = self._sampler.sample(logits, [_row_sampling(packed[index]) for index in drawing]) if drawing else []
         by_row = {id(packed[index]): draw for index, draw in zip(drawing, draws, strict=True)}
         return [by_row[id(row)] for row in plan.rows if row.draws]
+
+
+def _choose_attention(model: PreTrainedModel, kernels: Kernels | None) -> AttentionBackend:
+    if model.device.type == "cuda":
+        return CudaAttention()
+    return NativeAttention(kernels) if kernels is not None and model.dtype in NATIVE_DTYPES else CpuAttention()
 
 
 def _new_tokens(row: PlannedRow) -> tuple[Sequence[int], Segment]:

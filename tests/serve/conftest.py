@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,6 +33,8 @@ class Deployed:
     def __init__(self, config: dict[str, Any], url: str) -> None:
         self.config, self.url = config, url
         self.http = httpx.Client(base_url=url, timeout=120, trust_env=False)
+        self._loop = asyncio.new_event_loop()  # handles want a running one (serve.env)
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def deploy(self, change: Callable[[dict[str, Any]], None] = lambda config: None) -> None:
         """Applies the config, as `serve deploy` does, with a change; waits until all is running."""
@@ -47,7 +50,11 @@ class Deployed:
 
     def stats(self, app: str = TINY) -> EngineStats:
         """The stats of an engine replica."""
-        return serve.get_deployment_handle("Engine", app).stats.remote().result(timeout_s=30)
+
+        async def ask() -> EngineStats:
+            return await serve.get_deployment_handle("Engine", app).stats.remote()
+
+        return asyncio.run_coroutine_threadsafe(ask(), self._loop).result(timeout=30)
 
     def wait_for(self, condition: Callable[[EngineStats], bool], timeout_s: float = 30) -> EngineStats:
         """Waits until the tiny engine's stats fulfil a condition; fails when that takes too long."""

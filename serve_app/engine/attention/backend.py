@@ -12,29 +12,32 @@ from typing import Any, Protocol
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from serve_app.engine.attention.layout import AttentionCall, DecodeGroup, LayerCache, PackedLayout, PrefillSpan
+from serve_app.engine.attention.layout import AttentionCall, LayerCache, PackedLayout
 from serve_app.errors import UnsupportedModelError
 
 ATTENTION_NAME = "serve_app_packed"
 
 
 class AttentionBackend(Protocol):
-    """Attention over the cache, on one kind of device. Shapes: heads = kv heads * group."""
+    """Attention over the cache, on one kind of device."""
 
-    def decode(self, query: torch.Tensor, cache: LayerCache, group: DecodeGroup, call: AttentionCall) -> torch.Tensor:
-        """One new token per row. query [heads, rows, key dim] -> [rows, heads, value dim]."""
-
-    def prefill(
+    def attend(
         self,
         query: torch.Tensor,
         new: LayerCache,
         cache: LayerCache,
-        span: PrefillSpan,
+        layout: PackedLayout,
         call: AttentionCall,
     ) -> torch.Tensor:
-        """A prompt chunk. query [heads, tokens, key dim] -> [tokens, heads, value dim].
+        """Writes the step's new keys and values into the cache, and attends to each row's whole context there.
 
-        `new` holds the chunk's own keys and values [kv heads, tokens, dim], `cache` (already written) the whole context.
+        Args:
+            query: [heads, T, key dim], heads = kv heads * group.
+            new: this step's keys and values, [kv heads, T, dim].
+            cache: of the layer.
+
+        Returns:
+            [T, heads, value dim]
         """
 
 
@@ -49,13 +52,13 @@ class AttentionStep:
 
 @dataclass(slots=True)
 class LayerProbe:
-    """What a layer showed when it was called for the first time: the shapes of its cache, and its window."""
+    """What a layer showed when it was called for the first time: the shapes of its cache, and what it asks for."""
 
     num_kv_heads: int
     key_dim: int
     value_dim: int
     dtype: torch.dtype
-    sliding_window: int | None
+    call: AttentionCall
 
 
 @dataclass(slots=True)
@@ -88,34 +91,13 @@ def packed_attention(
     call = AttentionCall(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
     queries, keys, values = query[0], key[0], value[0]
     if isinstance(attention_step, AttentionProbe):
-        attention_step.layers[layer_idx] = LayerProbe(
-            keys.shape[0], keys.shape[-1], values.shape[-1], keys.dtype, sliding_window
-        )
+        attention_step.layers[layer_idx] = LayerProbe(keys.shape[0], keys.shape[-1], values.shape[-1], keys.dtype, call)
         return torch.zeros(
             1, queries.shape[1], queries.shape[0], values.shape[-1], dtype=query.dtype, device=query.device
         ), None
-    return _attend(attention_step, attention_step.caches[layer_idx], queries, keys, values, call)[None], None
-
-
-def _attend(
-    step: AttentionStep,
-    cache: LayerCache,
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    call: AttentionCall,
-) -> torch.Tensor:
-    layout, backend = step.layout, step.backend
-    layout.write(cache, keys, values)
-    parts = [
-        backend.decode(queries[:, group.start : group.start + group.num_rows], cache, group, call)
-        for group in layout.decode_groups
-    ]
-    for span in layout.prefill_spans:
-        here = slice(span.start, span.start + span.num_tokens)
-        new = LayerCache(keys[:, here], values[:, here])
-        parts.append(backend.prefill(queries[:, here], new, cache, span, call))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    step = attention_step
+    mixed = step.backend.attend(queries, LayerCache(keys, values), step.caches[layer_idx], step.layout, call)
+    return mixed[None], None
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from serve_app.engine.attention.grouped import GroupedAttention
 from serve_app.engine.attention.layout import (
     AttentionCall,
     DecodeGroup,
@@ -18,11 +19,11 @@ from serve_app.engine.attention.layout import (
 )
 
 
-class CpuAttention:
+class CpuAttention(GroupedAttention):
     """Grouped matrix products over gathered blocks for decode; SDPA per chunk for prefill."""
 
     def decode(self, query: torch.Tensor, cache: LayerCache, group: DecodeGroup, call: AttentionCall) -> torch.Tensor:
-        """See `AttentionBackend.decode`."""
+        """See `GroupedAttention.decode`."""
         num_kv_heads, rows = cache.keys.shape[0], group.num_rows
         keys, values = (self._gather(stored, group) for stored in (cache.keys, cache.values))
         queries = (query * call.scaling).view(num_kv_heads, -1, rows, query.shape[-1]).transpose(1, 2)
@@ -48,7 +49,7 @@ class CpuAttention:
         span: PrefillSpan,
         call: AttentionCall,
     ) -> torch.Tensor:
-        """See `AttentionBackend.prefill`."""
+        """See `GroupedAttention.prefill`."""
         if span.is_whole:
             keys, values = new.keys, new.values
         else:

@@ -15,7 +15,7 @@ class CudaAttention(CpuAttention):
     """Decode rows of a group share one SDPA call; the query heads of a key head are its query rows."""
 
     def decode(self, query: torch.Tensor, cache: LayerCache, group: DecodeGroup, call: AttentionCall) -> torch.Tensor:
-        """See `AttentionBackend.decode`."""
+        """See `GroupedAttention.decode`."""
         if call.softcap is not None or call.sinks is not None:
             return super().decode(query, cache, group, call)
         num_kv_heads, rows = cache.keys.shape[0], group.num_rows

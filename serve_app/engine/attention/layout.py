@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -137,17 +138,46 @@ class PackedLayout:
     def __init__(self, segments: Sequence[Segment], block_size: int, device: torch.device) -> None:
         self.block_size = block_size
         self.device = device
-        num_decodes = next((i for i, s in enumerate(segments) if s.num_tokens > 1), len(segments))
-        assert all(s.num_tokens > 1 for s in segments[num_decodes:]), "decoding rows come first"
-        self.decode_groups = self._group(segments[:num_decodes])
-        self.prefill_spans: list[PrefillSpan] = []
-        slots: list[int] = [self._slot(s, s.context_len - 1) for s in segments[:num_decodes]]
-        for s in segments[num_decodes:]:
-            blocks = torch.tensor(s.block_ids, dtype=torch.int64, device=device)
-            self.prefill_spans.append(PrefillSpan(len(slots), s.num_tokens, s.context_len, blocks))
-            slots += [self._slot(s, position) for position in range(s.context_len - s.num_tokens, s.context_len)]
-        self._slots = torch.tensor(slots, dtype=torch.int64, device=device)
+        self._segments = segments
+        self._num_decodes = next((i for i, s in enumerate(segments) if s.num_tokens > 1), len(segments))
+        assert all(s.num_tokens > 1 for s in segments[self._num_decodes :]), "decoding rows come first"
+        slots = [
+            self._slot(s, position) for s in segments for position in range(s.context_len - s.num_tokens, s.context_len)
+        ]
+        self.slots = torch.tensor(slots, dtype=torch.int64, device=device)
+        """int64 [T]: where each token's key and value go, as block * block size + place in the block."""
         self._write_index: dict[tuple[int, int], torch.Tensor] = {}
+
+    @cached_property
+    def rows(self) -> torch.Tensor:
+        """int64 [rows, 4]: first token in the packed input, tokens, context length, start of the row's ids in `blocks`."""
+        table, start, num_blocks = [], 0, 0
+        for s in self._segments:
+            table.append((start, s.num_tokens, s.context_len, num_blocks))
+            start += s.num_tokens
+            num_blocks += len(s.block_ids)
+        return torch.tensor(table, dtype=torch.int64, device=self.device)
+
+    @cached_property
+    def blocks(self) -> torch.Tensor:
+        """int64: the block ids of all rows, one row after the other."""
+        ids = [block for s in self._segments for block in s.block_ids]
+        return torch.tensor(ids, dtype=torch.int64, device=self.device)
+
+    @cached_property
+    def decode_groups(self) -> list[DecodeGroup]:
+        """The decoding rows, those of similar length together."""
+        return self._group(self._segments[: self._num_decodes])
+
+    @cached_property
+    def prefill_spans(self) -> list[PrefillSpan]:
+        """The prompt chunks."""
+        spans, start = [], self._num_decodes
+        for s in self._segments[self._num_decodes :]:
+            blocks = torch.tensor(s.block_ids, dtype=torch.int64, device=self.device)
+            spans.append(PrefillSpan(start, s.num_tokens, s.context_len, blocks))
+            start += s.num_tokens
+        return spans
 
     def _slot(self, segment: Segment, position: int) -> int:
         return segment.block_ids[position // self.block_size] * self.block_size + position % self.block_size
@@ -188,7 +218,7 @@ class PackedLayout:
         key = (num_kv_heads, num_slots)
         if key not in self._write_index:
             heads = torch.arange(num_kv_heads, device=self.device) * num_slots
-            self._write_index[key] = (heads[:, None] + self._slots[None]).reshape(-1)
+            self._write_index[key] = (heads[:, None] + self.slots[None]).reshape(-1)
         return self._write_index[key]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from serve_app.engine.attention.grouped import GroupedAttention
 from serve_app.engine.attention.layout import (
     AttentionCall,
     DecodeGroup,
@@ -13,11 +14,11 @@ from serve_app.engine.attention.layout import (
 )
 
 
-class ReferenceAttention:
+class ReferenceAttention(GroupedAttention):
     """Slow and plain. Computes the same as every other backend."""
 
     def decode(self, query: torch.Tensor, cache: LayerCache, group: DecodeGroup, call: AttentionCall) -> torch.Tensor:
-        """See `AttentionBackend.decode`."""
+        """See `GroupedAttention.decode`."""
         rows = []
         for row in range(group.num_rows):
             length = int(group.context_lens[row])
@@ -34,7 +35,7 @@ class ReferenceAttention:
         span: PrefillSpan,
         call: AttentionCall,
     ) -> torch.Tensor:
-        """See `AttentionBackend.prefill`."""
+        """See `GroupedAttention.prefill`."""
         keys = gather_context(cache.keys, span.block_ids, span.context_len)
         values = gather_context(cache.values, span.block_ids, span.context_len)
         return _attend(query, keys, values, call)

@@ -1,0 +1,189 @@
+"""Whole decoder layers of a CPU model, each replaced by one call of our kernels.
+
+The layers of Llama and its many relatives are alike: norm, attention with rotary positions, norm, gated feed-forward. What
+has those parts is tried against its replacement on random inputs, and replaced only if both give the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from serve_app.engine.attention.backend import AttentionProbe, AttentionStep, LayerProbe
+from serve_app.engine.attention.layout import LayerCache, PackedLayout, Segment
+from serve_app.engine.attention.native import NativeAttention, attention_arguments, set_step
+from serve_app.engine.fusion import NativeRMSNorm, fused_norm
+from serve_app.engine.native.kernels import Kernels, LayerArguments
+
+TRIAL_TOKENS = 7
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
+
+
+class NativeDecoderLayer(nn.Module):
+    """A float32 decoder layer in one call.
+
+    Args:
+        kernels: the compiled library.
+        layer: the original; its weights are copied into packed ones.
+        probe: what its attention asks for.
+        norms: of the layer's input, of the middle, and of each query and key head or None.
+        rotary: values of each head that rotate.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        layer: nn.Module,
+        probe: LayerProbe,
+        norms: tuple[NativeRMSNorm, NativeRMSNorm, NativeRMSNorm | None, NativeRMSNorm | None],
+        rotary: int,
+    ) -> None:
+        super().__init__()
+        self._kernels = kernels
+        self._norms = norms
+        attention: Any = layer.self_attn
+        mlp: Any = layer.mlp
+        self._layer_idx: int = attention.layer_idx
+        self._tensors: list[torch.Tensor] = []  # keeps alive what the arguments point to
+        before, middle, query, key = norms
+        self._layer = LayerArguments(
+            input_norm=before.weight.data_ptr(),
+            middle_norm=middle.weight.data_ptr(),
+            query_norm=None if query is None else query.weight.data_ptr(),
+            key_norm=None if key is None else key.weight.data_ptr(),
+            dim=attention.q_proj.in_features,
+            inner=mlp.gate_proj.out_features,
+            rotary=rotary,
+            norm_epsilon=before.epsilon,
+            norm_offset=before.offset,
+            head_norm_epsilon=0.0 if query is None else query.epsilon,
+            head_norm_offset=0.0 if query is None else query.offset,
+        )
+        self._pack("qkv", attention.q_proj, attention.k_proj, attention.v_proj)
+        self._pack("output", attention.o_proj)
+        self._pack("gate_up", mlp.gate_proj, mlp.up_proj)
+        self._pack("down", mlp.down_proj)
+        self._attention = attention_arguments(
+            probe.call, attention.q_proj.out_features // probe.key_dim, scratch_cache(probe, 1, 1)
+        )
+
+    def _pack(self, name: str, *linears: nn.Linear) -> None:
+        weights: list[torch.Tensor] = [linear.weight for linear in linears]
+        setattr(self._layer, name, self._kept(self._kernels.pack(torch.cat(weights))).data_ptr())
+        if any(linear.bias is not None for linear in linears):
+            biases: list[torch.Tensor] = [torch.zeros(layer.out_features) if layer.bias is None else layer.bias for layer in linears]
+            setattr(self._layer, f"{name}_bias", self._kept(torch.cat(biases)).data_ptr())
+
+    def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._tensors.append(tensor)
+        return tensor
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        *,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_step: AttentionStep,
+        **_: Any,
+    ) -> torch.Tensor:
+        """[1, T, dim] -> [1, T, dim]; position_embeddings: cos and sin, each [1, T, rotary]."""
+        cos, sin = (part.contiguous() for part in position_embeddings)
+        set_step(self._attention, attention_step.caches[self._layer_idx], attention_step.layout)
+        return self._kernels.decoder_layer_(self._layer, self._attention, hidden_states.clone(), cos, sin)
+
+
+def fuse_layers(model: PreTrainedModel, backend: NativeAttention, probes: Mapping[int, LayerProbe]) -> int:
+    """Replaces the decoder layers of a float32 CPU model that have a replacement; returns how many."""
+    count = 0
+    calls = _record_calls(model)
+    for parent in list(model.modules()):
+        for name, layer in list(parent.named_children()):
+            candidate = _candidate(layer, calls[layer], backend.kernels, probes) if layer in calls else None
+            if candidate is not None and _agree(layer, candidate, calls[layer], backend, probes):
+                setattr(parent, name, candidate)
+                count += 1
+    return count
+
+
+def _record_calls(model: PreTrainedModel) -> dict[nn.Module, dict[str, Any]]:
+    """The keyword arguments with which the model calls what may be a decoder layer, for TRIAL_TOKENS tokens."""
+    calls: dict[nn.Module, dict[str, Any]] = {}
+
+    def record(layer: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        if len(arguments) == 1 and keywords.get("position_embeddings") is not None:
+            calls[layer] = keywords
+
+    hooks = [
+        module.register_forward_pre_hook(record, with_kwargs=True) for module in model.modules() if _looks_alike(module)
+    ]
+    positions = torch.arange(TRIAL_TOKENS)[None]
+    model(input_ids=positions * 0, position_ids=positions, use_cache=False, attention_step=AttentionProbe())
+    for hook in hooks:
+        hook.remove()
+    return calls
+
+
+def _looks_alike(layer: nn.Module) -> bool:
+    """Whether a module has the parts of a decoder layer, and no others."""
+    children = dict(layer.named_children())
+    if set(children) != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
+        return False
+    attention, mlp = dict(children["self_attn"].named_children()), dict(children["mlp"].named_children())
+    linears = [attention.pop(name, None) for name in PROJECTIONS] + [mlp.pop(name, None) for name in FEED_FORWARD]
+    extra = {name for name, child in attention.items() if next(child.parameters(), None) is not None}
+    return (
+        all(type(linear) is nn.Linear and linear.weight.dtype == torch.float32 for linear in linears)
+        and extra in (set(), {"q_norm", "k_norm"})
+        and set(mlp) <= {"act_fn"}
+    )
+
+
+def _candidate(
+    layer: nn.Module, call: dict[str, Any], kernels: Kernels, probes: Mapping[int, LayerProbe]
+) -> NativeDecoderLayer | None:
+    attention: Any = layer.self_attn
+    probe = probes[attention.layer_idx]
+    head_norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+    before, middle, query, key = (
+        fused_norm(module, kernels) for module in (layer.input_layernorm, layer.post_attention_layernorm, *head_norms)
+    )
+    if before is None or middle is None or (head_norms[0] is not None and (query is None or key is None)):
+        return None
+    if probe.key_dim != probe.value_dim:
+        return None
+    rotary = call["position_embeddings"][0].shape[-1]
+    return NativeDecoderLayer(kernels, layer, probe, (before, middle, query, key), rotary)
+
+
+def _agree(
+    layer: nn.Module,
+    candidate: NativeDecoderLayer,
+    call: dict[str, Any],
+    backend: NativeAttention,
+    probes: Mapping[int, LayerProbe],
+) -> bool:
+    """Whether both give the same for random inputs of TRIAL_TOKENS tokens."""
+    attention: Any = layer.self_attn
+    hidden = torch.randn(1, TRIAL_TOKENS, attention.q_proj.in_features, generator=torch.Generator().manual_seed(0))
+    outputs = []
+    for module in (layer, candidate):
+        layout = PackedLayout([Segment(TRIAL_TOKENS, TRIAL_TOKENS, [1, 0])], TRIAL_TOKENS - 1, hidden.device)
+        caches = {attention.layer_idx: scratch_cache(probes[attention.layer_idx], 2, TRIAL_TOKENS - 1)}
+        step = AttentionStep(layout, caches, backend)
+        outputs.append(module(hidden.clone(), **{**call, "attention_step": step}))
+    expected, given = outputs
+    return isinstance(expected, torch.Tensor) and torch.allclose(expected, given, rtol=1e-3, atol=1e-4)
+
+
+def scratch_cache(probe: LayerProbe, num_blocks: int, block_size: int) -> LayerCache:
+    """A small zeroed cache of a layer."""
+
+    def zeros(head_dim: int) -> torch.Tensor:
+        return torch.zeros(probe.num_kv_heads, num_blocks, block_size, head_dim, dtype=probe.dtype)
+
+    return LayerCache(zeros(probe.key_dim), zeros(probe.value_dim))

@@ -1,0 +1,194 @@
+"""Our CPU kernels (kernels.cpp) from Python: compiled once per machine, called through ctypes on torch tensors.
+
+Where there is no C++ compiler `load_kernels` gives None and everything runs on torch's own operations instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import torch
+
+from serve_app.cache import cache_root, exclusively
+
+logger = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fno-math-errno", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC")
+
+_pointer, _long, _int, _float = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
+
+
+class AttentionArguments(ctypes.Structure):
+    """`struct Attention` of kernels.cpp, field by field."""
+
+    _fields_ = (
+        *(
+            (name, _pointer)
+            for name in ("query", "key", "value", "keys", "values", "out", "rows", "blocks", "slots", "sinks")
+        ),
+        *((f"{tensor}_{axis}_stride", _long) for tensor in ("query", "key", "value") for axis in ("head", "token")),
+        *((name, _long) for name in ("num_rows", "num_tokens", "num_heads", "num_kv_heads", "key_dim", "value_dim")),
+        *((name, _long) for name in ("block_size", "num_slots", "window")),
+        *((name, _float) for name in ("scaling", "softcap")),
+        *((name, _int) for name in ("num_threads", "is_bf16")),
+    )
+
+
+class LayerArguments(ctypes.Structure):
+    """`struct Layer` of kernels.cpp, field by field."""
+
+    _fields_ = (
+        *((name, _pointer) for name in ("input_norm", "query_norm", "key_norm", "middle_norm")),
+        *((f"{name}{part}", _pointer) for name in ("qkv", "output", "gate_up", "down") for part in ("", "_bias")),
+        *((name, _long) for name in ("dim", "inner", "rotary")),
+        *((name, _float) for name in ("norm_epsilon", "norm_offset", "head_norm_epsilon", "head_norm_offset")),
+    )
+
+
+class Kernels:
+    """The compiled library. All tensors are on the CPU; float32 unless said otherwise; results are new tensors.
+
+    Args:
+        path: the shared library.
+    """
+
+    def __init__(self, path: Path) -> None:
+        torch.zeros(1)  # torch's OpenMP is loaded before ours is looked up, so that both are one and share their threads
+        library = ctypes.CDLL(str(path))
+        library.panel_width.restype = _long
+        self._panel_width = int(library.panel_width())
+        self._pack = _declare(library, "pack_weight", _pointer, _long, _long, _pointer, _int)
+        self._linear = _declare(library, "linear", _pointer, _pointer, _pointer, _pointer, _long, _long, _long, _int)
+        self._rms_norm = _declare(library, "rms_norm", _pointer, _pointer, _pointer, _long, _long, _float, _float, _int)
+        self._silu_mul = _declare(library, "silu_mul", _pointer, _pointer, _long, _long, _int)
+        attention, layer = ctypes.POINTER(AttentionArguments), ctypes.POINTER(LayerArguments)
+        self._attention = _declare(library, "paged_attention", attention)
+        self._layer = _declare(library, "decoder_layer", layer, attention, _pointer, _pointer, _pointer, _pointer)
+        self._layer_room = _declare(library, "decoder_layer_room", layer, attention)
+        self._layer_room.restype = _long
+        self._room = torch.empty(0)
+
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        """Lays a weight [columns, depth] out for `linear`."""
+        columns, depth = weight.shape
+        panels = -(-columns // self._panel_width)
+        packed = torch.empty(panels * depth * self._panel_width)
+        self._pack(weight.contiguous().data_ptr(), columns, depth, packed.data_ptr(), torch.get_num_threads())
+        return packed
+
+    def linear(self, inputs: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, columns: int) -> torch.Tensor:
+        """[..., depth] times a packed weight -> [..., columns]. A row's result does not depend on the other rows."""
+        inputs = inputs.contiguous()
+        depth = inputs.shape[-1]
+        out = inputs.new_empty(*inputs.shape[:-1], columns)
+        self._linear(
+            inputs.data_ptr(),
+            packed.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            inputs.numel() // depth,
+            columns,
+            depth,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def rms_norm(self, inputs: torch.Tensor, weight: torch.Tensor, epsilon: float, offset: float) -> torch.Tensor:
+        """inputs / rms(inputs) * (weight + offset) over the last dimension."""
+        inputs = inputs.contiguous()
+        dim = inputs.shape[-1]
+        out = torch.empty_like(inputs)
+        self._rms_norm(
+            inputs.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            inputs.numel() // dim,
+            dim,
+            epsilon,
+            offset,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def silu_mul_(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up, written into `gate`, which is returned. Both contiguous."""
+        dim = gate.shape[-1]
+        self._silu_mul(gate.data_ptr(), up.data_ptr(), gate.numel() // dim, dim, torch.get_num_threads())
+        return gate
+
+    def attention(self, arguments: AttentionArguments) -> None:
+        """Writes a step's keys and values into the paged cache (float32 or bfloat16), and attends."""
+        self._attention(ctypes.byref(arguments))
+
+    def decoder_layer_(
+        self,
+        layer: LayerArguments,
+        attention: AttentionArguments,
+        hidden: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+    ) -> torch.Tensor:
+        """Runs a whole decoder layer on `hidden` [T, dim], in place; cos and sin [T, rotary]. All contiguous."""
+        room = self._layer_room(ctypes.byref(layer), ctypes.byref(attention))
+        if self._room.numel() < room:
+            self._room = torch.empty(room)
+        self._layer(
+            ctypes.byref(layer),
+            ctypes.byref(attention),
+            hidden.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            self._room.data_ptr(),
+        )
+        return hidden
+
+
+def _declare(library: ctypes.CDLL, name: str, *arguments: type) -> ctypes._FuncPointer:
+    function = library[name]
+    function.argtypes = arguments
+    function.restype = None
+    return function
+
+
+@functools.cache
+def load_kernels() -> Kernels | None:
+    """The kernels for this machine, compiled by the first process that wants them; None where that cannot be done."""
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        logger.warning("no C++ compiler (g++): the CPU kernels are not built, torch's slower operations serve instead")
+        return None
+    path = cache_root() / f"kernels-{_identity(compiler)}.so"
+    try:
+        if not path.exists():
+            with exclusively(path):
+                if not path.exists():
+                    _compile(compiler, path)
+        return Kernels(path)
+    except (OSError, subprocess.CalledProcessError) as error:
+        details = getattr(error, "stderr", "") or str(error)
+        logger.warning("the CPU kernels cannot be built, torch's slower operations serve instead: %s", details[-500:])
+        return None
+
+
+def _identity(compiler: str) -> str:
+    """A digest of all that decides the result: source, flags, compiler, and the processor that -march=native means."""
+    version = subprocess.run([compiler, "-march=native", "-Q", "--help=target"], capture_output=True, check=False).stdout
+    digest = hashlib.sha256(SOURCE.read_bytes())
+    digest.update(" ".join(FLAGS).encode())
+    digest.update(version)
+    return digest.hexdigest()[:16]
+
+
+def _compile(compiler: str, path: Path) -> None:
+    logger.info("compiling the CPU kernels")
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", str(unfinished)], check=True, capture_output=True, text=True)
+    unfinished.rename(path)

@@ -1,0 +1,187 @@
+"""Our CPU kernels against torch's operations; what they replace in a model, and what they leave alone."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from serve_app.engine.attention.layout import AttentionCall, LayerCache, PackedLayout
+from serve_app.engine.attention.native import NativeAttention
+from serve_app.engine.attention.reference import ReferenceAttention
+from serve_app.engine.decoder_layer import NativeDecoderLayer
+from serve_app.engine.fusion import NativeGatedMlp, NativeRMSNorm, fuse
+from serve_app.engine.linear import NativeLinear, OneDnnLinear, PackedLinear, pack_linears
+from serve_app.engine.model_runner import ModelRunner
+from serve_app.engine.native import kernels as native
+from serve_app.engine.native.kernels import load_kernels
+from tests.engine.test_attention import BLOCK_SIZE, CALLS, MIXES, NUM_BLOCKS, segments_of
+from tests.families import FAMILIES, tiny_model
+
+KERNELS = load_kernels()
+CALL = AttentionCall(0.25)
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 11, 12, 13, 40, 130])
+@pytest.mark.parametrize(("columns", "depth"), [(33, 48), (64, 300), (1, 7), (200, 576)])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", ["native", "oneDNN"])
+def test_packed_linear_is_the_same_product(rows, columns, depth, bias, kind, threads):
+    torch.manual_seed(0)
+    plain = nn.Linear(depth, columns, bias=bias).requires_grad_(False)
+    inputs = torch.randn(1, rows, depth)
+    is_native = kind == "native"
+    packed = NativeLinear(KERNELS, plain.weight, plain.bias) if is_native else OneDnnLinear(plain.weight, plain.bias)
+    torch.testing.assert_close(packed(inputs), plain(inputs), rtol=1e-4, atol=1e-5)
+    assert f"in_features={depth}" in repr(packed)
+
+
+def test_a_row_has_the_same_bits_alone_and_in_any_batch(threads):
+    torch.manual_seed(0)
+    linear = NativeLinear(KERNELS, torch.randn(100, 600), torch.randn(100))
+    inputs = torch.randn(70, 600)
+    alone = torch.cat([linear(row[None]) for row in inputs])
+    for rows in (2, 5, 12, 31, 70):
+        assert torch.equal(linear(inputs[:rows]), alone[:rows])
+
+
+def test_a_decoding_row_has_the_same_bits_alone_and_in_any_batch(threads):
+    torch.manual_seed(0)
+    cache = LayerCache(torch.randn(2, NUM_BLOCKS, BLOCK_SIZE, 16), torch.randn(2, NUM_BLOCKS, BLOCK_SIZE, 16))
+    query, key, value = torch.randn(6, 4, 16), torch.randn(2, 4, 16), torch.randn(2, 4, 16)
+    segments = segments_of((1, 60), (1, 40), (1, 9), (1, 1))
+
+    def attend(rows):
+        here = slice(rows[0], rows[-1] + 1)
+        layout = PackedLayout([segments[i] for i in rows], BLOCK_SIZE, torch.device("cpu"))
+        new = LayerCache(key[:, here], value[:, here])
+        return NativeAttention(KERNELS).attend(query[:, here], new, copy.deepcopy(cache), layout, CALL)
+
+    together = attend(range(4))
+    for row in range(4):
+        assert torch.equal(attend([row]), together[row : row + 1])
+
+
+@pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES)
+@pytest.mark.parametrize("call", ["plain", "everything"])
+def test_attention_over_a_bfloat16_cache(mix, call, threads):
+    torch.manual_seed(0)
+    call = {"scaling": 0.25, **CALLS[call]}
+    asked = AttentionCall(call["scaling"], call.get("sliding_window"), call.get("softcap"), call.get("s_aux"))
+    segments = segments_of(*mix)
+    total = sum(segment.num_tokens for segment in segments)
+
+    def random(*shape):
+        return torch.randn(*shape).bfloat16()
+
+    query, new = random(6, total, 64), LayerCache(random(2, total, 64), random(2, total, 64))
+    cache = LayerCache(random(2, NUM_BLOCKS, BLOCK_SIZE, 64), random(2, NUM_BLOCKS, BLOCK_SIZE, 64))
+    layout = PackedLayout(segments, BLOCK_SIZE, torch.device("cpu"))
+    given, expected = (
+        backend.attend(query, new, copy.deepcopy(cache), layout, asked)
+        for backend in (NativeAttention(KERNELS), ReferenceAttention())
+    )
+    assert given.dtype == torch.bfloat16
+    torch.testing.assert_close(given, expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("size", [4, 64, 100])
+def test_silu_mul(size, threads):
+    gate, up = 20 * torch.randn(3, size), torch.randn(3, size)
+    gate[0, 0], gate[0, 1] = -1000.0, 1000.0
+    expected = nn.functional.silu(gate) * up
+    torch.testing.assert_close(KERNELS.silu_mul_(gate.clone(), up), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_nan_stays_nan():
+    inputs = torch.full((1, 1, 16), float("nan"))
+    assert NativeLinear(KERNELS, torch.ones(4, 16), None)(inputs).isnan().all()
+    assert KERNELS.rms_norm(inputs, torch.ones(16), 1e-6, 0.0).isnan().all()
+    assert KERNELS.silu_mul_(inputs.clone(), torch.ones(1, 1, 16)).isnan().all()
+
+
+class Norm(nn.Module):
+    """Any module with this name's ending, and its own idea of what to do."""
+
+    def __init__(self, offset, power):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(24))
+        self.eps, self.offset, self.power = 1e-5, offset, power
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) ** self.power * (self.weight + self.offset)
+
+
+class OddRMSNorm(Norm):
+    pass
+
+
+def test_norms_are_recognised_by_what_they_give():
+    model = nn.Sequential(OddRMSNorm(0, 1), OddRMSNorm(1, 1), OddRMSNorm(0, 0.5), Norm(0, 1))
+    inputs = torch.randn(5, 24)
+    expected = model(inputs)
+    assert fuse(model, KERNELS) == 2
+    assert [isinstance(module, NativeRMSNorm) for module in model] == [True, True, False, False]
+    torch.testing.assert_close(model(inputs), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_pack_linears_replaces_plain_ones_only():
+    class Special(nn.Linear):
+        pass
+
+    model = nn.Sequential(nn.Linear(4, 4), Special(4, 4), nn.Sequential(nn.Linear(4, 2))).requires_grad_(False)
+    assert pack_linears(model, KERNELS) == 2
+    assert isinstance(model[0], PackedLinear)
+    assert type(model[1]) is Special
+
+
+WHOLE_LAYERS = {"llama", "mistral_sliding", "qwen2", "qwen3"}
+GATED = {"olmo2", "mixtral", "qwen3_moe", "deepseek_v3"}
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_what_is_replaced(family):
+    model = tiny_model(FAMILIES[family]())
+    num_layers = model.config.num_hidden_layers
+    ModelRunner(model, end_token_ids=frozenset(), max_model_len=64, block_size=4, kv_cache_tokens=64)
+    kinds = [type(module) for module in model.modules()]
+    assert kinds.count(NativeDecoderLayer) == (num_layers if family in WHOLE_LAYERS else 0)
+    assert kinds.count(nn.Linear) == 0
+    if family in GATED:
+        assert kinds.count(NativeRMSNorm) > 0
+
+
+def test_gated_feed_forward_outside_a_known_layer():
+    model = tiny_model(FAMILIES["olmo2"]())
+    ModelRunner(model, end_token_ids=frozenset(), max_model_len=64, block_size=4, kv_cache_tokens=64)
+    assert any(isinstance(module, NativeGatedMlp) for module in model.modules())
+
+
+def test_without_a_compiler_torch_serves(monkeypatch, caplog):
+    monkeypatch.setattr(native.shutil, "which", lambda name: None)
+    load_kernels.cache_clear()
+    try:
+        assert load_kernels() is None
+        assert "no C++ compiler" in caplog.text
+    finally:
+        load_kernels.cache_clear()
+
+
+def test_a_compiler_that_fails_is_reported_once(monkeypatch, caplog, tmp_path):
+    monkeypatch.setenv("SERVE_APP_CACHE", str(tmp_path))
+    monkeypatch.setattr(native, "FLAGS", ("--no-such-flag",))
+    load_kernels.cache_clear()
+    try:
+        assert load_kernels() is None
+        assert "cannot be built" in caplog.text
+        assert not list(tmp_path.glob("*.so"))
+    finally:
+        load_kernels.cache_clear()
