@@ -76,7 +76,9 @@ class NativeDecoderLayer(nn.Module):
         weights: list[torch.Tensor] = [linear.weight for linear in linears]
         setattr(self._layer, name, self._kept(self._kernels.pack(torch.cat(weights))).data_ptr())
         if any(linear.bias is not None for linear in linears):
-            biases: list[torch.Tensor] = [torch.zeros(layer.out_features) if layer.bias is None else layer.bias for layer in linears]
+            biases: list[torch.Tensor] = [
+                torch.zeros(linear.out_features) if linear.bias is None else linear.bias for linear in linears
+            ]
             setattr(self._layer, f"{name}_bias", self._kept(torch.cat(biases)).data_ptr())
 
     def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
