@@ -9,8 +9,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from serve_app.engine.request import UserRequest
-from serve_app.engine.runner import Draw
+from serve_app.engine.request import TokenLogprobs, UserRequest
+from serve_app.engine.runner import Draw, StepResult
 from serve_app.engine.scheduler import StepPlan
 from serve_app.errors import ServeAppError
 from serve_app.text.detokenizer import BYTE_OF
@@ -101,14 +101,21 @@ class ScriptedRunner:
         self.row_errors: dict[str, ServeAppError] = {}
         self._written: dict[UserRequest, Sequence[int]] = {}
 
-    def run(self, plan: StepPlan) -> list[Draw | ServeAppError]:
+    def run(self, plan: StepPlan) -> StepResult:
         """See `Runner.run`."""
         self.plans.append(plan)
         if self.before_step is not None:
             self.before_step(plan)
         if self.step_s:
             time.sleep(self.step_s)
-        return [self._draw(row.sequence) for row in plan.drawing_rows]
+        scored = {
+            row.sequence.request.request_id: [
+                self._logprobs(row.sequence.token_ids[i], row.sequence.request.sampling.prompt_logprobs)
+                for i in row.scored_tokens
+            ]
+            for row in plan.rows
+        }
+        return StepResult([self._draw(row.sequence) for row in plan.drawing_rows], scored)
 
     def _draw(self, sequence) -> Draw | ServeAppError:
         request = sequence.request
@@ -118,4 +125,10 @@ class ScriptedRunner:
             self._written[request] = self.script(request.prompt_token_ids)
         written = self._written[request]
         position = sequence.num_output_tokens
-        return Draw(written[position] if position < len(written) else EOS)
+        token = written[position] if position < len(written) else EOS
+        count = request.sampling.logprobs
+        return Draw(token, None if count is None else self._logprobs(token, count))
+
+    def _logprobs(self, token: int, count: int) -> TokenLogprobs:
+        """The token itself has -0.5, those that follow it in the vocabulary less and less."""
+        return TokenLogprobs(-0.5, tuple(((token + i) % VOCAB_SIZE, -0.5 - i) for i in range(count)))

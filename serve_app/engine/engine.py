@@ -14,14 +14,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Self
 
 from serve_app.engine.kv_cache import BlockLedger
 from serve_app.engine.request import Delivery, RequestFailure, TokenOutput, UserRequest
-from serve_app.engine.runner import Draw, Runner
+from serve_app.engine.runner import Draw, Runner, StepResult
 from serve_app.engine.scheduler import PlannedRow, Scheduler, StepPlan
 from serve_app.engine.sequence import Sequence
 from serve_app.engine.status import Status
@@ -249,6 +248,9 @@ class BatchInferenceEngine:
         unknown = next((t for t in request.prompt_token_ids if not 0 <= t < self._runner.vocab_size), None)
         if unknown is not None:
             return RequestError(f"Token id {unknown} is not in the vocabulary.", "prompt")
+        biased = next((t for t, _ in request.sampling.logit_bias if not 0 <= t < self._runner.vocab_size), None)
+        if biased is not None:
+            return RequestError(f"logit_bias: token id {biased} is not in the vocabulary.", "logit_bias")
         return self._overload(num_prompt + num_new)
 
     def _overload(self, num_tokens: int) -> OverloadedError | None:
@@ -327,19 +329,20 @@ class BatchInferenceEngine:
         started_at = time.monotonic()
         self._leave_queue(row.sequence for row in plan.rows)
         try:
-            draws = self._runner.run(plan)
+            result = self._runner.run(plan)
         except Exception as error:
             logger.exception("a step failed; its %d rows end, the loop goes on", len(plan.rows))
             told = self._fail_rows(plan, error)
         else:
-            told = self._settle(plan, draws)
+            told = self._settle(plan, result)
         self._record(plan, time.monotonic() - started_at)
         return told
 
-    def _settle(self, plan: StepPlan, draws: SequenceOf[Draw | ServeAppError]) -> list[Delivery]:
+    def _settle(self, plan: StepPlan, result: StepResult) -> list[Delivery]:
         for row in plan.rows:
             self._scheduler.settle(row)
-        return [self._give(row, draw) for row, draw in zip(plan.drawing_rows, draws, strict=True)]
+            row.sequence.prompt_logprobs += result.prompt_logprobs.get(row.sequence.request.request_id, ())
+        return [self._give(row, draw) for row, draw in zip(plan.drawing_rows, result.draws, strict=True)]
 
     def _give(self, row: PlannedRow, draw: Draw | ServeAppError) -> Delivery:
         sequence = row.sequence
@@ -349,7 +352,10 @@ class BatchInferenceEngine:
         finish_reason = sequence.append(draw.token)
         if finish_reason is not None:
             self._end(sequence, Status.FINISHED)
-        return TokenOutput(sequence.request.request_id, draw.token, finish_reason, draw.logprobs)
+        prompt_logprobs = None
+        if sequence.num_output_tokens == 1 and sequence.request.sampling.prompt_logprobs is not None:
+            prompt_logprobs = tuple(sequence.prompt_logprobs)
+        return TokenOutput(sequence.request.request_id, draw.token, finish_reason, draw.logprobs, prompt_logprobs)
 
     def _fail_rows(self, plan: StepPlan, error: Exception) -> list[Delivery]:
         self._scheduler.ledger.forget()

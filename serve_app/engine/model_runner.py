@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -18,12 +19,15 @@ from serve_app.engine.fusion import fuse
 from serve_app.engine.linear import pack_linears
 from serve_app.engine.native.kernels import Kernels, load_kernels
 from serve_app.engine.proof import PROOF_BLOCK_SIZE, PROOF_NUM_BLOCKS, Proof, probe_layers
-from serve_app.engine.runner import Draw
-from serve_app.engine.sampler import RowSampling, Sampler
+from serve_app.engine.request import TokenLogprobs
+from serve_app.engine.runner import Draw, StepResult
+from serve_app.engine.sampler import RowSampling, Sampler, token_logprobs
 from serve_app.engine.scheduler import PlannedRow, StepPlan
 from serve_app.errors import ConfigError, ServeAppError
 
 DEFAULT_CACHE_TOKENS = 16_384
+SCORED_AT_ONCE = 64
+"""Prompt tokens whose log-probabilities are computed together: bounds the memory of their float32 copies."""
 CUDA_CACHE_FRACTION = 0.85
 """Share of the free GPU memory that the cache takes when no size is configured."""
 
@@ -48,21 +52,17 @@ class PackedForward:
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def __call__(self, rows: Sequence[tuple[Sequence[int], Segment]], wanted: Sequence[int]) -> torch.Tensor:
-        """Logits [len(wanted), vocabulary] after the last token of the rows with the indices `wanted`.
+        """Logits [len(wanted), vocabulary] after some of the packed tokens.
 
         Args:
             rows: each row's new token ids and its segment; single tokens first, longest context first among them.
-            wanted: indices into `rows`.
+            wanted: indices of packed tokens.
         """
         device = self.model.device
         layout = PackedLayout([segment for _, segment in rows], self.block_size, device)
         token_ids = [token for tokens, _ in rows for token in tokens]
         positions = [p for _, s in rows for p in range(s.context_len - s.num_tokens, s.context_len)]
-        ends, end = [], 0
-        for _, segment in rows:
-            end += segment.num_tokens
-            ends.append(end - 1)
-        last = torch.tensor([ends[i] for i in wanted], dtype=torch.int64, device=device)
+        last = torch.tensor(wanted, dtype=torch.int64, device=device)
         output = self.model(
             input_ids=torch.tensor([token_ids], device=device),
             position_ids=torch.tensor([positions], device=device),
@@ -164,14 +164,37 @@ class ModelRunner:
         return -(-num_tokens // self._block_size)
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> list[Draw | ServeAppError]:
+    def run(self, plan: StepPlan) -> StepResult:
         """See `Runner.run`."""
         packed = sorted(plan.rows, key=lambda row: (row.num_tokens > 1, -row.end))
-        drawing = [index for index, row in enumerate(packed) if row.draws]
-        logits = self._forward([_new_tokens(row) for row in packed], drawing)
-        draws = self._sampler.sample(logits, [_row_sampling(packed[index]) for index in drawing]) if drawing else []
-        by_row = {id(packed[index]): draw for index, draw in zip(drawing, draws, strict=True)}
-        return [by_row[id(row)] for row in plan.rows if row.draws]
+        starts = list(itertools.accumulate((row.num_tokens for row in packed), initial=0))
+        drawing = [(start - 1, row) for row, start in zip(packed, starts[1:], strict=True) if row.draws]
+        scoring = [
+            (start + token - 1 - row.start, row, token)
+            for row, start in zip(packed, starts, strict=False)
+            for token in row.scored_tokens
+        ]
+        wanted = [index for index, _ in drawing] + [index for index, _, _ in scoring]
+        logits = self._forward([_new_tokens(row) for row in packed], wanted)
+        draws: list[Draw | ServeAppError] = []
+        if drawing:
+            draws = self._sampler.sample(logits[: len(drawing)], [_row_sampling(row) for _, row in drawing])
+        by_row = {id(row): draw for (_, row), draw in zip(drawing, draws, strict=True)}
+        return StepResult([by_row[id(row)] for row in plan.rows if row.draws], self._score(logits[len(drawing) :], scoring))
+
+    def _score(
+        self, logits: torch.Tensor, scoring: Sequence[tuple[int, PlannedRow, int]]
+    ) -> dict[str, list[TokenLogprobs]]:
+        """Log-probabilities of known tokens from the logits before them, by request id."""
+        scored: dict[str, list[TokenLogprobs]] = {}
+        for first in range(0, len(scoring), SCORED_AT_ONCE):
+            rows = [(row.sequence, token) for _, row, token in scoring[first : first + SCORED_AT_ONCE]]
+            tokens = torch.tensor([sequence.token_ids[token] for sequence, token in rows], device=logits.device)
+            counts = [sequence.request.sampling.prompt_logprobs or 0 for sequence, _ in rows]
+            found = token_logprobs(logits[first : first + SCORED_AT_ONCE], tokens, counts)
+            for (sequence, _), logprobs in zip(rows, found, strict=True):
+                scored.setdefault(sequence.request.request_id, []).append(logprobs)
+        return scored
 
 
 def _choose_attention(model: PreTrainedModel, kernels: Kernels | None) -> AttentionBackend:
@@ -188,7 +211,9 @@ def _new_tokens(row: PlannedRow) -> tuple[Sequence[int], Segment]:
 def _row_sampling(row: PlannedRow) -> RowSampling:
     sequence = row.sequence
     forbidden = () if sequence.may_end else tuple(sequence.end_token_ids)
-    return RowSampling(sequence.request.sampling, sequence.seed, sequence.num_tokens, forbidden)
+    params = sequence.request.sampling
+    history = sequence.token_ids if params.looks_back else ()
+    return RowSampling(params, sequence.seed, sequence.num_tokens, forbidden, history, sequence.num_prompt_tokens)
 
 
 def _allocate(

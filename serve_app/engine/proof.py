@@ -100,8 +100,8 @@ class Proof:
         (first, second), (alone_first, alone_second) = self._prompts, self._alone
         blocks = ([0, 3], [2, 1])  # scattered on purpose
         try:
-            chunks = forward([(first[:4], Segment(4, 4, blocks[0])), (second[:4], Segment(4, 4, blocks[1]))], [0, 1])
-            mixed = forward([(second[4:], Segment(1, 5, blocks[1])), (first[4:], Segment(3, 7, blocks[0]))], [0, 1])
+            chunks = forward([(first[:4], Segment(4, 4, blocks[0])), (second[:4], Segment(4, 4, blocks[1]))], [3, 7])
+            mixed = forward([(second[4:], Segment(1, 5, blocks[1])), (first[4:], Segment(3, 7, blocks[0]))], [0, 3])
         except Exception as error:
             raise _refuse(self._model, f"packed inputs fail ({type(error).__name__}: {error})") from error
         _compare(self._model, chunks[0], alone_first[3], "a packed prompt")

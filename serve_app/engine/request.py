@@ -11,6 +11,9 @@ from serve_app.errors import RequestError, ServeAppError
 
 MAX_SEED = 2**63 - 1
 MAX_TOP_LOGPROBS = 20
+MAX_PENALTY = 2.0
+MIN_REPETITION_PENALTY = 0.01
+MAX_BIAS = 100.0
 
 
 class FinishReason(StrEnum):
@@ -26,7 +29,8 @@ class FinishReason(StrEnum):
 class SamplingParams:
     """How one row's tokens are drawn. Each row has its own; nothing of it is shared by a batch.
 
-    Order of the filters, after Hugging Face `generate`: temperature, top_k, top_p, min_p.
+    Order: repetition, frequency and presence penalty, logit_bias, min_tokens; then, after Hugging Face `generate`,
+    temperature, top_k, top_p, min_p.
 
     Raises:
         RequestError: a value is out of range; `param` names it.
@@ -52,6 +56,16 @@ class SamplingParams:
     """The model's own end tokens do not end the request."""
     logprobs: int | None = None
     """Report each token's log-probability and those of this many most probable ones; None reports none."""
+    presence_penalty: float = 0.0
+    """Taken once from the logit of every token that was drawn before (the prompt does not count)."""
+    frequency_penalty: float = 0.0
+    """Taken from a token's logit as many times as it was drawn before."""
+    repetition_penalty: float = 1.0
+    """Divides the positive and multiplies the negative logits of all tokens seen before, prompt included (Keskar 2019)."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, number added to its logit)."""
+    prompt_logprobs: int | None = None
+    """Report the prompt tokens' log-probabilities too, with this many most probable ones; the prefix cache is not used."""
 
     def __post_init__(self) -> None:
         _check("max_tokens", self.max_tokens, 1, None)
@@ -64,13 +78,24 @@ class SamplingParams:
         _check("min_tokens", self.min_tokens, 0, self.max_tokens)
         if self.seed is not None:
             _check("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
-        if self.logprobs is not None:
-            _check("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check(name, getattr(self, name), 0, MAX_TOP_LOGPROBS)
+        _check("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+        _check("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+        _check("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, None)
+        for _, bias in self.logit_bias:
+            _check("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
 
     @property
     def is_greedy(self) -> bool:
         """Whether the most probable token is taken without a draw."""
         return self.temperature == 0.0
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether the draw depends on the tokens before it beyond their logits."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
 
 def _check(name: str, value: float, low: float, high: float | None) -> None:
@@ -91,7 +116,11 @@ class UserRequest:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     created_at: float = field(default_factory=time.monotonic)
-    """Seconds of the monotonic clock; orders requests and decides when a partial batch has waited long enough."""
+    """Seconds of the monotonic clock; decides when a partial batch has waited long enough."""
+    cache_salt: str = ""
+    """Only requests with the same salt share cached prefixes."""
+    priority: int = 0
+    """Lower goes first, both into the batch and when blocks run out; equal ones in order of arrival."""
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
@@ -116,6 +145,8 @@ class TokenOutput:
     finish_reason: FinishReason | None = None
     """Set on the request's last token, and on no other."""
     logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    """On the first token of a request that asked for them: of the prompt's tokens from the second on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from serve_app.engine.request import TokenLogprobs
@@ -16,6 +16,19 @@ class Draw:
 
     token: int
     logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step gave.
+
+    Attributes:
+        draws: for each drawing row of the plan, in order, a draw or that row's own error.
+        prompt_logprobs: by request id, for the rows that score their prompt: one entry per token that this chunk predicts.
+    """
+
+    draws: list[Draw | ServeAppError]
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
 
 
 class Runner(Protocol):
@@ -32,5 +45,5 @@ class Runner(Protocol):
     @property
     def block_size(self) -> int: ...
 
-    def run(self, plan: StepPlan) -> list[Draw | ServeAppError]:
-        """Computes all rows of `plan`; returns, for each of its drawing rows in order, a draw or that row's own error."""
+    def run(self, plan: StepPlan) -> StepResult:
+        """Computes all rows of `plan`."""

@@ -33,12 +33,16 @@ class RowSampling:
         seed: the request's seed (drawn at random if it gave none).
         position: index in the sequence of the token to be drawn.
         forbidden: token ids that may not be drawn here (end tokens before `min_tokens`).
+        history: the sequence's token ids, when `params.looks_back`.
+        num_prompt_tokens: how many of them are prompt.
     """
 
     params: SamplingParams
     seed: int
     position: int
     forbidden: tuple[int, ...] = ()
+    history: Sequence[int] = ()
+    num_prompt_tokens: int = 0
 
 
 class Sampler:
@@ -49,7 +53,7 @@ class Sampler:
 
     def sample(self, logits: torch.Tensor, rows: Sequence[RowSampling]) -> list[Draw | ServeAppError]:
         """Draws a token for each row of `logits` [rows, vocabulary]; a row with NaN logits gets an error of its own."""
-        chosen_from = self._forbid(logits, rows)
+        chosen_from = self._forbid(_adjust(logits, rows), rows)
         tokens = chosen_from.argmax(-1)
         drawn = [i for i, row in enumerate(rows) if not row.params.is_greedy]
         if drawn:
@@ -95,14 +99,46 @@ class Sampler:
         if not asked:
             return {}
         index = torch.tensor(asked, device=logits.device)
-        logprobs = torch.log_softmax(logits[index].float(), -1)
-        chosen = logprobs.gather(1, tokens[index, None])[:, 0].tolist()
-        counts = [rows[i].params.logprobs or 0 for i in asked]
-        values, ids = logprobs.topk(max(counts), -1)
-        return {
-            i: TokenLogprobs(own, tuple(zip(row_ids[:count], row_values[:count], strict=True)))
-            for i, own, count, row_ids, row_values in zip(asked, chosen, counts, ids.tolist(), values.tolist(), strict=True)
-        }
+        found = token_logprobs(logits[index], tokens[index], [rows[i].params.logprobs or 0 for i in asked])
+        return dict(zip(asked, found, strict=True))
+
+
+def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, counts: Sequence[int]) -> list[TokenLogprobs]:
+    """Log-probabilities of `tokens` [rows] under `logits` [rows, vocabulary], with each row's `counts` most probable."""
+    logprobs = torch.log_softmax(logits.float(), -1)
+    chosen = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
+    values, ids = logprobs.topk(max(counts), -1)
+    return [
+        TokenLogprobs(own, tuple(zip(row_ids[:count], row_values[:count], strict=True)))
+        for own, count, row_ids, row_values in zip(chosen, counts, ids.tolist(), values.tolist(), strict=True)
+    ]
+
+
+def _adjust(logits: torch.Tensor, rows: Sequence[RowSampling]) -> torch.Tensor:
+    """Penalties and biases, row by row; `logits` itself when no row has any."""
+    concerned = [i for i, row in enumerate(rows) if row.params.looks_back or row.params.logit_bias]
+    if not concerned:
+        return logits
+    logits = logits.float() if logits.dtype != torch.float32 else logits.clone()
+    for i in concerned:
+        _adjust_row(logits[i], rows[i])
+    return logits
+
+
+def _adjust_row(logits: torch.Tensor, row: RowSampling) -> None:
+    """In place, on one row's float32 logits [vocabulary]."""
+    params = row.params
+    if params.looks_back:
+        history = torch.tensor(row.history, dtype=torch.int64, device=logits.device)
+        if params.repetition_penalty != 1:
+            seen = torch.unique(history)
+            values = logits[seen]
+            logits[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+        drawn, counts = torch.unique(history[row.num_prompt_tokens :], return_counts=True)
+        logits[drawn] -= params.frequency_penalty * counts + params.presence_penalty
+    if params.logit_bias:
+        ids, biases = zip(*params.logit_bias, strict=True)
+        logits[torch.tensor(ids, device=logits.device)] += torch.tensor(biases, device=logits.device)
 
 
 def _thresholds(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:

@@ -2,17 +2,18 @@
 
 The rules, in order:
 
-1. Every decoding row gets its one token. When blocks run out the youngest running row is preempted: it gives its blocks
-   back and is recomputed later, from where it was.
-2. Waiting rows are admitted oldest first while there are places in the batch and blocks for all their known tokens.
-   Nobody overtakes at this door, so nobody starves.
+1. Every decoding row gets its one token. When blocks run out the last running row in rank is preempted: it gives its
+   blocks back and is recomputed later, from where it was.
+2. Waiting rows are admitted by rank (priority, then arrival) while there are places in the batch and blocks for all their
+   known tokens. Nobody overtakes at this door, so nobody starves within a priority. One exception: a row whose next
+   block is being computed by a running row waits until it can share it.
 3. The rest of the token budget goes to prompts, in chunks: at least half to the oldest, the remainder to those with the
    fewest tokens left. So a short prompt never waits for a long one to end, and a long one always advances.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import bisect
 from dataclasses import dataclass
 from typing import Self
 
@@ -45,6 +46,14 @@ class PlannedRow:
     @property
     def num_tokens(self) -> int:
         return self.end - self.start
+
+    @property
+    def scored_tokens(self) -> range:
+        """Indices of the prompt tokens that this chunk predicts and whose log-probabilities are still wanted."""
+        if not self.sequence.num_unscored_tokens:
+            return range(0)
+        first = max(self.start + 1, 1 + len(self.sequence.prompt_logprobs))
+        return range(first, min(self.end + 1, self.sequence.num_prompt_tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +94,10 @@ class Scheduler:
         self.max_batched_tokens = max_batched_tokens
         self.batch_wait_timeout_s = batch_wait_timeout_s
         self.prefix_cache = prefix_cache
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self._in_progress: dict[bytes, Sequence] = {}  # full blocks of known tokens that a running row is yet to compute
 
     def __repr__(self) -> str:
         return f"<Scheduler {len(self.waiting)} waiting, {len(self.running)} running, {self.ledger!r}>"
@@ -97,14 +107,15 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, sequence: Sequence) -> None:
-        """Queues a new sequence behind all others."""
-        self.waiting.append(sequence)
+        """Queues a sequence at its rank."""
+        bisect.insort(self.waiting, sequence, key=_rank)
 
     def seconds_until_due(self, now: float) -> float:
         """How long the waiting rows may still wait for company; 0 when the next step is due."""
         if self.running or len(self.waiting) >= self.max_batch_size or not self.waiting:
             return 0.0
-        return max(0.0, self.waiting[0].request.created_at + self.batch_wait_timeout_s - now)
+        oldest = min(sequence.request.created_at for sequence in self.waiting)
+        return max(0.0, oldest + self.batch_wait_timeout_s - now)
 
     def plan(self, now: float) -> StepPlan:
         """Decides the next step and takes the blocks it needs. Empty when nothing is due at `now` (monotonic seconds)."""
@@ -117,7 +128,7 @@ class Scheduler:
 
     def _plan_decodes(self) -> list[PlannedRow]:
         rows = []
-        for sequence in tuple(self.running):  # oldest first: a victim is always younger than the rows already planned
+        for sequence in tuple(self.running):  # by rank: a victim always comes after the rows already planned
             if sequence.status is Status.DECODE and self._make_room(sequence):
                 rows.append(PlannedRow.next_tokens(sequence, 1))
         return rows
@@ -140,22 +151,36 @@ class Scheduler:
         sequence.move(Status.WAITING)
         sequence.num_preemptions += 1
         self.num_preemptions += 1
-        self.waiting.appendleft(sequence)  # it is older than all that wait
+        self.add(sequence)
 
     def _admit(self) -> None:
-        while self.waiting and len(self.running) < self.max_batch_size and self._take_blocks(self.waiting[0]):
-            sequence = self.waiting.popleft()
+        for sequence in self.waiting[: 2 * self.max_batch_size]:  # as far as rows that wait to share may be passed
+            if len(self.running) >= self.max_batch_size:
+                break
+            if self._is_next_block_in_progress(sequence):
+                continue
+            if not self._take_blocks(sequence):
+                break
+            self.waiting.remove(sequence)
             sequence.move(Status.PREFILL)
-            self.running.append(sequence)
-        self.running.sort(key=lambda sequence: sequence.arrival)
+            bisect.insort(self.running, sequence, key=_rank)
+
+    def _shareable_hashes(self, sequence: Sequence) -> list[bytes]:
+        """Identities of the blocks that the sequence may take from others."""
+        if not self.prefix_cache or sequence.num_unscored_tokens:
+            return []
+        # the last token is always computed: its logits are wanted
+        return sequence.block_hashes(self.ledger.block_size, (sequence.num_tokens - 1) // self.ledger.block_size)
+
+    def _is_next_block_in_progress(self, sequence: Sequence) -> bool:
+        hashes = self._shareable_hashes(sequence)
+        known = len(self.ledger.match(hashes))
+        return known < len(hashes) and hashes[known] in self._in_progress
 
     def _take_blocks(self, sequence: Sequence) -> bool:
         """Gives a waiting sequence blocks for all its known tokens, shared ones where its prefix is known."""
         ledger = self.ledger
-        shared = []
-        if self.prefix_cache:  # the last token is always computed: its logits are wanted
-            num_full = (sequence.num_tokens - 1) // ledger.block_size
-            shared = ledger.match(sequence.block_hashes(ledger.block_size, num_full))
+        shared = ledger.match(self._shareable_hashes(sequence))
         num_new = ledger.blocks_for(sequence.num_tokens) - len(shared)
         reserve = len(self.running)  # one block each, so that admission does not cause a preemption at once
         if num_new + reserve > ledger.num_free_after_sharing(shared):
@@ -164,6 +189,10 @@ class Scheduler:
         sequence.block_ids = shared + ledger.allocate(num_new)
         sequence.num_computed_tokens = sequence.num_cached_tokens = len(shared) * ledger.block_size
         sequence.num_registered_blocks = len(shared)
+        if self.prefix_cache:
+            num_full = sequence.num_tokens // ledger.block_size
+            for block_hash in sequence.block_hashes(ledger.block_size, num_full)[len(shared) :]:
+                self._in_progress.setdefault(block_hash, sequence)
         return True
 
     def _plan_prefills(self, budget: int) -> list[PlannedRow]:
@@ -191,6 +220,7 @@ class Scheduler:
             hashes = sequence.block_hashes(self.ledger.block_size, num_full)
             for index in range(sequence.num_registered_blocks, num_full):
                 self.ledger.register(sequence.block_ids[index], hashes[index])
+                self._in_progress.pop(hashes[index], None)
             sequence.num_registered_blocks = max(sequence.num_registered_blocks, num_full)
         if row.draws and sequence.status is Status.PREFILL:
             sequence.move(Status.DECODE)
@@ -205,6 +235,8 @@ class Scheduler:
         sequence.move(ending)
 
     def _give_back(self, sequence: Sequence) -> None:
+        if sequence.status is Status.PREFILL:
+            self._in_progress = {key: owner for key, owner in self._in_progress.items() if owner is not sequence}
         self.ledger.release(sequence.block_ids)
         sequence.block_ids = []
         sequence.num_computed_tokens = 0
@@ -214,3 +246,7 @@ class Scheduler:
         """Proves that blocks are held by running sequences only, and that the ledger's sums hold."""
         assert all(not sequence.block_ids for sequence in self.waiting)
         self.ledger.check(sequence.block_ids for sequence in self.running)
+
+
+def _rank(sequence: Sequence) -> tuple[int, int]:
+    return sequence.rank

@@ -7,7 +7,7 @@ import itertools
 import secrets
 from array import array
 
-from serve_app.engine.request import MAX_SEED, FinishReason, UserRequest
+from serve_app.engine.request import MAX_SEED, FinishReason, TokenLogprobs, UserRequest
 from serve_app.engine.status import Status, move
 
 _arrivals = itertools.count()
@@ -23,6 +23,7 @@ class Sequence:
         num_cached_tokens: how many of them were found in the prefix cache when the sequence was last admitted.
         end_token_ids: the ids that end this request.
         is_queued: no step has computed anything for it yet.
+        prompt_logprobs: of the prompt's tokens from the second on, as far as they are known, when asked for.
     """
 
     def __init__(self, request: UserRequest, model_end_token_ids: frozenset[int]) -> None:
@@ -40,6 +41,8 @@ class Sequence:
         self.seed = request.sampling.seed if request.sampling.seed is not None else secrets.randbelow(MAX_SEED)
         own = frozenset(request.sampling.stop_token_ids)
         self.end_token_ids = own if request.sampling.ignore_eos else own | model_end_token_ids
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self._salt = request.cache_salt.encode()
         self._block_hashes: list[bytes] = []
 
     def __repr__(self) -> str:
@@ -51,6 +54,18 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Orders sequences: who comes first is admitted first and preempted last."""
+        return self.request.priority, self.arrival
+
+    @property
+    def num_unscored_tokens(self) -> int:
+        """Prompt tokens whose log-probabilities are wanted and not yet known."""
+        if self.request.sampling.prompt_logprobs is None:
+            return 0
+        return self.num_prompt_tokens - 1 - len(self.prompt_logprobs)
 
     @property
     def num_output_tokens(self) -> int:
@@ -90,11 +105,11 @@ class Sequence:
         return None
 
     def block_hashes(self, block_size: int, num_blocks: int) -> list[bytes]:
-        """Identities of the first `num_blocks` full blocks: a digest of a block's tokens and of all before it."""
+        """Identities of the first `num_blocks` full blocks: digests of their tokens, of all before them, and the salt."""
         hashes = self._block_hashes
         while len(hashes) < num_blocks:
             start = len(hashes) * block_size
             tokens = self.token_ids[start : start + block_size].tobytes()
-            parent = hashes[-1] if hashes else b""
+            parent = hashes[-1] if hashes else self._salt
             hashes.append(hashlib.blake2b(parent + tokens, digest_size=16).digest())
         return hashes[:num_blocks]

@@ -165,3 +165,65 @@ def test_values_out_of_range_are_refused_by_name(name, value):
     with pytest.raises(RequestError) as refusal:
         SamplingParams(**{"max_tokens": 5, name: value})
     assert refusal.value.param == name
+
+
+def adjusted(history, num_prompt_tokens, **params):
+    """Which of 6 tokens is taken, greedily, from logits 3, 2.9, 2.8, -1, -1.1, -1.2."""
+    sampling = SamplingParams(max_tokens=1, temperature=0, **params)
+    row = RowSampling(sampling, 0, len(history), (), history, num_prompt_tokens)
+    return draw([3.0, 2.9, 2.8, -1.0, -1.1, -1.2], [row])[0]
+
+
+def test_presence_and_frequency_penalties_count_drawn_tokens_only():
+    assert adjusted([0, 0, 0], 3, presence_penalty=2, frequency_penalty=2) == 0
+    assert adjusted([0, 1], 1, presence_penalty=0.05) == 0
+    assert adjusted([1, 0], 1, presence_penalty=0.15) == 1
+    assert adjusted([5, 0, 0], 1, frequency_penalty=0.06) == 1
+    assert adjusted([5, 0, 1], 1, frequency_penalty=0.06) == 0
+    assert adjusted([5, 2], 1, presence_penalty=-2) == 2
+
+
+def test_repetition_penalty_counts_the_prompt_too_and_is_that_of_transformers():
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    assert adjusted([0], 1, repetition_penalty=1.1) == 1
+    torch.manual_seed(0)
+    logits, history = torch.randn(50), [3, 3, 7, 20]
+    for penalty in (0.5, 1.3):
+        expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([history]), logits[None].clone())[0]
+        params = SamplingParams(max_tokens=1, temperature=0, repetition_penalty=penalty)
+        assert draw(logits, [RowSampling(params, 0, 4, (), history, 2)]) == [int(expected.argmax())]
+
+
+def test_logit_bias_forces_and_forbids_and_leaves_the_logprobs_of_the_model_alone():
+    assert adjusted([], 0, logit_bias=((4, 100.0),)) == 4
+    assert adjusted([], 0, logit_bias=((0, -100.0),)) == 1
+    params = SamplingParams(max_tokens=1, temperature=0, logprobs=1, logit_bias=((1, 100.0),))
+    [drawn] = Sampler(3, CPU).sample(torch.zeros(1, 3), [RowSampling(params, 0, 0)])
+    assert drawn.token == 1
+    assert drawn.logprobs.chosen == pytest.approx(-math.log(3))
+
+
+def test_adjusted_rows_leave_their_neighbours_alone():
+    logits = torch.tensor([3.0, 2.0, 1.0]).expand(3, -1).clone()
+    biased = RowSampling(SamplingParams(max_tokens=1, temperature=0, logit_bias=((2, 50.0),)), 0, 0)
+    assert draw(logits, [row(temperature=0), biased, row(temperature=0)]) == [0, 2, 0]
+    assert torch.equal(logits[1], torch.tensor([3.0, 2.0, 1.0]))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"presence_penalty": 2.1},
+        {"frequency_penalty": -2.1},
+        {"repetition_penalty": 0},
+        {"repetition_penalty": math.inf},
+        {"logit_bias": ((1, 101.0),)},
+        {"logit_bias": ((1, math.nan),)},
+        {"prompt_logprobs": 21},
+    ],
+)
+def test_impossible_adjustments_are_refused_by_name(wrong):
+    with pytest.raises(RequestError) as error:
+        SamplingParams(max_tokens=1, **wrong)
+    assert error.value.param == next(iter(wrong))

@@ -140,3 +140,65 @@ def test_hashes_depend_on_all_tokens_before():
     other = Sequence(UserRequest("o", (9, *range(11, 18)), SamplingParams(max_tokens=1)), frozenset())
     assert one.block_hashes(4, 2) == two.block_hashes(4, 2)
     assert one.block_hashes(4, 2)[1] != other.block_hashes(4, 2)[1]
+
+
+def make_request(prompt, *, max_tokens=8, priority=0, salt="", **sampling):
+    params = SamplingParams(max_tokens=max_tokens, **sampling)
+    return Sequence(UserRequest("r", tuple(prompt), params, 0.0, cache_salt=salt, priority=priority), frozenset())
+
+
+def test_rows_with_the_same_prompt_wait_for_the_first_and_share_its_blocks():
+    scheduler = make_scheduler(max_batched_tokens=8)
+    rows = [make_request(range(21)) for _ in range(4)]
+    other = make_request(range(50, 53))
+    for sequence in (*rows, other):
+        scheduler.add(sequence)
+    assert {row.sequence for row in step(scheduler).rows} == {rows[0], other}  # the other passes those who wait
+    while any(row.num_computed_tokens < 21 for row in rows):
+        step(scheduler)
+    assert [row.num_cached_tokens for row in rows] == [0, 20, 20, 20]
+
+
+def test_who_waits_to_share_goes_on_alone_when_the_first_leaves():
+    scheduler = make_scheduler(max_batched_tokens=8)
+    first, second = make_request(range(21)), make_request(range(21))
+    scheduler.add(first)
+    scheduler.add(second)
+    step(scheduler)
+    assert second.status is Status.WAITING
+    scheduler.remove(first, Status.CANCELLED)
+    step(scheduler)
+    assert second.status is not Status.WAITING
+    assert second.num_cached_tokens == 8
+
+
+def test_a_salt_keeps_prefixes_apart():
+    scheduler = make_scheduler(max_batched_tokens=64)
+    for salt, cached in (("", 0), ("a", 0), ("b", 0), ("a", 20), ("", 20)):
+        sequence = make_request(range(21), max_tokens=1, salt=salt)
+        scheduler.add(sequence)
+        step(scheduler)
+        assert sequence.num_cached_tokens == cached
+
+
+def test_lower_priorities_first_into_the_batch_and_last_out_of_it():
+    scheduler = make_scheduler(max_batch_size=2, num_blocks=6, prefix_cache=False)
+    late, urgent, usual = (make_request(range(i, i + 7), priority=p) for i, p in ((10, 5), (20, -1), (30, 0)))
+    for sequence in (late, urgent, usual):
+        scheduler.add(sequence)
+    step(scheduler)
+    assert scheduler.running == [urgent, usual]
+    while not scheduler.num_preemptions:
+        step(scheduler)
+    assert usual in scheduler.waiting
+    assert scheduler.running == [urgent]
+
+
+def test_a_row_that_scores_its_prompt_computes_all_of_it():
+    scheduler = make_scheduler(max_batched_tokens=64)
+    for _ in range(2):
+        sequence = make_request(range(21), max_tokens=1, prompt_logprobs=0)
+        scheduler.add(sequence)
+        [row] = step(scheduler).rows
+        assert (row.start, row.end) == (0, 21)
+        assert sequence.num_cached_tokens == 0

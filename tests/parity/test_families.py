@@ -6,6 +6,7 @@ import copy
 import random
 
 import pytest
+import torch
 
 from serve_app.engine.engine import BatchInferenceEngine
 from serve_app.engine.model_runner import ModelRunner
@@ -91,3 +92,23 @@ def test_what_does_not_follow_the_interface_is_refused_by_name(name):
         make_engine(model)
     assert "AttentionInterface" in str(refusal.value) or "packed inputs" in str(refusal.value)
     print(refusal.value)
+
+
+def test_prompt_logprobs_in_chunks_and_through_preemption(family):
+    model, prompts, _ = family
+    engine = make_engine(model)
+    ledger = engine._scheduler.ledger
+    ledger.allocate(ledger.num_blocks - 29)
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, prompt_logprobs=2)
+    streams = engine.add_to_queue([UserRequest(str(i), p, params) for i, p in enumerate(prompts)])
+    while engine.step():
+        pass
+    for prompt, stream in zip(prompts, streams, strict=True):
+        first, *rest = list(stream)
+        assert all(output.prompt_logprobs is None for output in rest)
+        with torch.inference_mode():
+            logprobs = torch.log_softmax(model(torch.tensor([prompt])).logits[0].float(), -1)
+        assert len(first.prompt_logprobs) == len(prompt) - 1
+        for position, scored in enumerate(first.prompt_logprobs):
+            assert scored.chosen == pytest.approx(float(logprobs[position, prompt[position + 1]]), abs=1e-4)
+            assert [value for _, value in scored.top] == pytest.approx(logprobs[position].topk(2).values.tolist(), abs=1e-4)
