@@ -33,6 +33,7 @@ class Deployed:
     def __init__(self, config: dict[str, Any], url: str) -> None:
         self.config, self.url = config, url
         self.http = httpx.Client(base_url=url, timeout=120, trust_env=False)
+        self._handles: dict[str, Any] = {}
         self._loop = asyncio.new_event_loop()  # handles want a running one (serve.env)
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
@@ -52,7 +53,9 @@ class Deployed:
         """The stats of an engine replica."""
 
         async def ask() -> EngineStats:
-            return await serve.get_deployment_handle("Engine", app).stats.remote()
+            if app not in self._handles:
+                self._handles[app] = serve.get_deployment_handle("Engine", app)
+            return await self._handles[app].stats.remote()
 
         return asyncio.run_coroutine_threadsafe(ask(), self._loop).result(timeout=30)
 
@@ -82,6 +85,7 @@ def tiny_folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny-llama"
     config = FAMILIES["llama"]()
     config.vocab_size = VOCAB_SIZE
+    config.max_position_embeddings = 4096
     tiny_model(config).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
@@ -89,7 +93,10 @@ def tiny_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def deployed(tiny_folder) -> Iterator[Deployed]:
-    """Both applications, from the YAML that operators edit; only port, names and sizes are changed."""
+    """Both applications, from the YAML that operators edit; only port, names and sizes are changed.
+
+    The tiny model runs on torch's operations: with our kernels its streams end before a test can do anything to them.
+    """
     config = yaml.safe_load(YAML.read_text())
     [builtin] = config["applications"]
     builtin["name"] = "builtin"
@@ -99,7 +106,7 @@ def deployed(tiny_folder) -> Iterator[Deployed]:
     tiny |= {"name": TINY, "route_prefix": f"/{TINY}"}
     tiny["args"] = {
         "model": {"source": str(tiny_folder), "dtype": "float32"},
-        "engine": {"num_threads": 1, "max_batched_tokens": 128, "kv_cache_tokens": 32768},
+        "engine": {"num_threads": 1, "max_batched_tokens": 128, "kv_cache_tokens": 131072, "native_kernels": False},
     }
     config["applications"] = [builtin, tiny]
     with socket.create_server(("127.0.0.1", 0)) as listener:

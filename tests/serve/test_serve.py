@@ -96,7 +96,7 @@ def test_disconnecting_20_of_40_frees_their_blocks_and_leaves_the_others(deploye
     with ThreadPoolExecutor(20) as pool:
         stayers = [pool.submit(tiny, deployed, **call, stream=True) for call in calls[1::2]]
         for i, call in enumerate(calls[::2]):
-            fields = {**call, "max_tokens": 400, "ignore_eos": True, "stream": i % 2 == 0, "temperature": 0}
+            fields = {**call, "max_tokens": 3000, "ignore_eos": True, "stream": i % 2 == 0, "temperature": 0}
             body = json.dumps(fields).encode()
             connection = socket.create_connection((host, int(port)), timeout=10)
             connection.sendall(
@@ -109,7 +109,7 @@ def test_disconnecting_20_of_40_frees_their_blocks_and_leaves_the_others(deploye
         assert [stayer.result().text for stayer in stayers] == alone
     deployed.wait_until_idle()
     drawn = deployed.stats().num_drawn_tokens - before.num_drawn_tokens
-    assert drawn < 20 * 150 + 20 * 400 * 0.9  # the leavers were not computed to their end
+    assert drawn < 20 * 150 + 20 * 3000 * 0.9  # the leavers were not computed to their end
 
 
 def test_a_queued_caller_who_leaves_is_never_computed(deployed):
@@ -119,7 +119,7 @@ def test_a_queued_caller_who_leaves_is_never_computed(deployed):
     deployed.deploy(lambda config: limit(config, 1))
     try:
         with ThreadPoolExecutor(1) as pool:
-            first = pool.submit(tiny, deployed, "first", max_tokens=480)
+            first = pool.submit(tiny, deployed, "first", max_tokens=3000)
             deployed.wait_for(lambda stats: stats.num_running == 1)
             host, port = deployed.url.removeprefix("http://").split(":")
             body = b'{"prompt": "queued", "max_tokens": 300}'
@@ -129,7 +129,7 @@ def test_a_queued_caller_who_leaves_is_never_computed(deployed):
                 )
                 deployed.wait_for(lambda stats: stats.num_waiting == 1)
             deployed.wait_for(lambda stats: stats.num_waiting == 0 and stats.num_running == 1)
-            assert first.result().usage["completion_tokens"] == 480
+            assert first.result().usage["completion_tokens"] == 3000
     finally:
         deployed.deploy()
     deployed.wait_until_idle()
@@ -138,7 +138,7 @@ def test_a_queued_caller_who_leaves_is_never_computed(deployed):
 def test_user_config_changes_without_dropping_a_stream(deployed):
     replicas = serve.status().applications[TINY].deployments["Engine"].replica_states
     with ThreadPoolExecutor(8) as pool:
-        streams = [pool.submit(tiny, deployed, f"s{i}", max_tokens=400, stream=True) for i in range(8)]
+        streams = [pool.submit(tiny, deployed, f"s{i}", max_tokens=3000, stream=True) for i in range(8)]
         deployed.wait_for(lambda stats: stats.num_running == 8)
         deployed.deploy(lambda config: deployment_of(config, "Engine")["user_config"].update(max_batch_size=48))
         assert deployed.stats().max_batch_size == 48
@@ -168,9 +168,9 @@ def test_a_bad_user_config_fails_the_deployment_and_names_the_key(deployed):
 
 def test_a_draining_replica_lets_its_streams_end(deployed):
     """A change of args replaces the replicas; the streams of the old ones go on to their end."""
-    expected = tiny(deployed, "drain", max_tokens=400).text
+    expected = tiny(deployed, "drain", max_tokens=3000).text
     got = []
-    streaming = threading.Thread(target=lambda: got.append(tiny(deployed, "drain", max_tokens=400, stream=True)))
+    streaming = threading.Thread(target=lambda: got.append(tiny(deployed, "drain", max_tokens=3000, stream=True)))
     streaming.start()
     deployed.wait_for(lambda stats: stats.num_running == 1)
 
