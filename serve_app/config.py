@@ -33,6 +33,9 @@ class ModelConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_model_len: int | None = Field(default=None, ge=2)
     """Longest prompt + output in tokens; the model's own context when absent."""
+    reasoning_tags: list[str] | None = Field(default=None, min_length=2, max_length=2)
+    """What opens and closes a reasoning model's thoughts, such as [<think>, </think>]: chat then gives them as
+    `reasoning_content`. When absent they are part of the text."""
 
 
 class EngineConfig(Section):
@@ -71,6 +74,8 @@ class IngressLimits(Section):
     max_body_bytes: int = Field(default=4 * 1024 * 1024, ge=1)
     body_timeout_s: float = Field(default=30.0, gt=0)
     """A body that is not complete by then gets 408."""
+    allow_chat_template: bool = False
+    """Whether callers may bring their own chat template (it runs in a sandbox, but for as long as it likes)."""
 
 
 class ServeConfig(Section):

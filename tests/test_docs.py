@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.ingress.schema import ChatRequest, CompletionRequest
-
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -23,10 +21,3 @@ def test_every_file_that_a_document_names_exists(document):
 def test_a_requests_life_is_told_in_ten_lines():
     numbered = re.findall(r"^(\d+)\. ", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE)
     assert numbered == [str(i) for i in range(1, 11)]
-
-
-@pytest.mark.parametrize("request_type", [ChatRequest, CompletionRequest])
-def test_every_field_is_in_the_api_reference(request_type):
-    reference = (ROOT / "docs" / "api.md").read_text()
-    for name in request_type.model_fields:
-        assert f"`{name}" in reference, name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
 from contextlib import aclosing, suppress
 from typing import Any, Generic, Protocol, Self, TypeVar
 
@@ -100,16 +100,19 @@ class EventStream(Response):
     Args:
         events: JSON objects.
         source: what the events are made from; closed in every case, also when the client left before the first byte.
+        headers: besides those that every stream has.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[dict[str, Any]], source: SupportsAclose) -> None:
+    def __init__(
+        self, events: AsyncIterator[dict[str, Any]], source: SupportsAclose, headers: Mapping[str, str] | None = None
+    ) -> None:
         self._events = events
         self._source = source
         self.status_code = 200
         self.background = None
-        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events until they end or the client leaves."""
@@ -121,19 +124,53 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async for event in self._events:
-                await _send_event(send, json.dumps(event, ensure_ascii=False, separators=(",", ":")))
-            await _send_event(send, "[DONE]")
+                await _send_text(send, self.frame(event))
+            await _send_text(send, self.ending())
         except ServeAppError as error:
             logger.warning("a stream ends with an error: %s", error)
-            await _send_event(send, json.dumps(error_body(error)))
+            await _send_text(send, self.failure(error))
         except Exception:
             logger.exception("a stream broke")
-            await _send_event(send, json.dumps(error_body(GenerationError("Internal server error."))))
+            await _send_text(send, self.failure(GenerationError("Internal server error.")))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    def frame(self, event: dict[str, Any]) -> str:
+        """An event as it goes over the wire."""
+        return f"data: {_json(event)}\n\n"
 
-async def _send_event(send: Send, data: str) -> None:
-    await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
+    def ending(self) -> str:
+        """What tells that all events have come."""
+        return "data: [DONE]\n\n"
+
+    def failure(self, error: ServeAppError) -> str:
+        """What tells that no more will come."""
+        return self.frame(error_body(error))
+
+
+class NamedEventStream(EventStream):
+    """The events of /v1/responses: each has its type as its name, and the last one tells that it is the last."""
+
+    def frame(self, event: dict[str, Any]) -> str:
+        """See `EventStream.frame`."""
+        return f"event: {event['type']}\ndata: {_json(event)}\n\n"
+
+    def ending(self) -> str:
+        """See `EventStream.ending`."""
+        return ""
+
+    def failure(self, error: ServeAppError) -> str:
+        """See `EventStream.failure`."""
+        return self.frame(
+            {"type": "error", "code": error.code or error.type, "message": error.message, "param": error.param}
+        )
+
+
+def _json(event: dict[str, Any]) -> str:
+    return json.dumps(event, ensure_ascii=False, separators=(",", ":"))
+
+
+async def _send_text(send: Send, text: str) -> None:
+    await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
 
 
 class Primed(Generic[ResultT]):

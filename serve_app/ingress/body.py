@@ -11,6 +11,9 @@ from starlette.requests import Request
 from serve_app.config import IngressLimits
 from serve_app.errors import BodyTooLargeError, RequestError, RequestTimeoutError, UnsupportedMediaTypeError
 
+MAX_DEPTH = 64
+"""Levels of lists and objects in a body."""
+
 
 async def read_json(request: Request, limits: IngressLimits) -> dict[str, Any]:
     """The body as a JSON object, whatever media type it claims (curl's `-d` claims a form), as long as it is UTF-8.
@@ -63,7 +66,24 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
         raise RequestError(f"The body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise RequestError("The body must be a JSON object.")
+    if _depth(value) > MAX_DEPTH:
+        raise RequestError(f"The JSON body is nested more than {MAX_DEPTH} deep.")
     return value
+
+
+def _depth(value: Any) -> int:
+    """How many levels of lists and objects there are; looks no further than one beyond MAX_DEPTH."""
+    depth, level = 0, [value]
+    while level and depth <= MAX_DEPTH:
+        level = [
+            child
+            for parent in level
+            if isinstance(parent, (dict, list))
+            for child in (parent.values() if isinstance(parent, dict) else parent)
+            if isinstance(child, (dict, list))
+        ]
+        depth += 1
+    return depth
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -28,6 +28,7 @@ class IngressReplica:
             facts=read_facts(checkpoint, model.max_model_len),
             client=ServeEngineClient(engine),
             limits=IngressLimits(),
+            reasoning_tags=None if model.reasoning_tags is None else (model.reasoning_tags[0], model.reasoning_tags[1]),
         )
 
     def __serve_build_asgi_app__(self) -> Starlette:

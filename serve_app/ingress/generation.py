@@ -8,21 +8,28 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from serve_app.engine.request import FinishReason, RequestFailure, TokenOutput, UserRequest
+from serve_app.engine.request import FinishReason, RequestFailure, TokenLogprobs, TokenOutput, UserRequest
 from serve_app.errors import ContextLengthError, GenerationError
 from serve_app.ingress.engine_client import EngineClient
-from serve_app.ingress.schema import GenerationRequest
+from serve_app.ingress.prompts import Prompt
+from serve_app.ingress.schema.generation import GenerationRequest
 from serve_app.models.facts import ModelFacts
-from serve_app.text.assembler import TextAssembler, TextDelta
+from serve_app.text.assembler import TextAssembler, TextDelta, TokenPiece
+from serve_app.text.reasoning import ReasoningSplitter
 from serve_app.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceDelta:
-    """New text of the choice with this index."""
+    """New text of the choice with this index.
+
+    Attributes:
+        prompt_logprobs: on a choice's first delta, when asked for: of the prompt's tokens, the first of which has none.
+    """
 
     index: int
     delta: TextDelta
+    prompt_logprobs: tuple[TokenPiece, ...] | None = None
 
 
 @dataclass(slots=True)
@@ -47,12 +54,19 @@ class Choice:
 
     index: int
     text: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    pieces: list[TokenPiece] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenPiece, ...] | None = None
     finish_reason: FinishReason | None = None
 
-    def add(self, delta: TextDelta) -> None:
+    def add(self, choice_delta: ChoiceDelta) -> None:
         """Appends a delta."""
+        delta = choice_delta.delta
         self.text.append(delta.text)
+        self.reasoning.append(delta.reasoning)
+        self.pieces += delta.pieces
         self.finish_reason = delta.finish_reason
+        self.prompt_logprobs = self.prompt_logprobs or choice_delta.prompt_logprobs
 
 
 class Generation:
@@ -60,10 +74,12 @@ class Generation:
 
     Args:
         request: the parsed call.
-        prompts: token ids of each prompt; each is continued `n` times.
+        prompts: each is continued `n` times.
         client: the engine.
         tokenizer: turns tokens into text.
         facts: the model's context and recommended sampling.
+        request_id: the caller's name of the call, for the log.
+        reasoning_tags: what opens and closes the model's reasoning, when that is to be split off.
 
     Raises:
         ContextLengthError: a prompt, or a prompt with the tokens asked for, does not fit.
@@ -73,27 +89,37 @@ class Generation:
     def __init__(
         self,
         request: GenerationRequest,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Prompt],
         client: EngineClient,
         tokenizer: Tokenizer,
         facts: ModelFacts,
+        *,
+        request_id: str,
+        reasoning_tags: tuple[str, str] | None = None,
     ) -> None:
+        self._request = request
         self._client = client
         self._tokenizer = tokenizer
-        self._stops = request.stop
-        self.usage = Usage(sum(map(len, prompts)))
+        self._reasoning_tags = reasoning_tags
+        self.usage = Usage(sum(len(prompt.token_ids) for prompt in prompts))
         self.num_choices = len(prompts) * request.n
-        call_id = uuid.uuid4().hex
-        self._requests: list[UserRequest] = []
+        call_id = f"{request_id}.{uuid.uuid4().hex[:12]}"  # a caller may use his id twice
+        self._choices: list[tuple[Prompt, UserRequest]] = []
         for prompt in prompts:
-            max_tokens = _token_limit(request, len(prompt), facts.max_model_len)
+            max_tokens = _token_limit(request, len(prompt.token_ids), facts.max_model_len)
             for choice in range(request.n):
-                sampling = request.sampling(facts.sampling, max_tokens, choice)
-                self._requests.append(UserRequest(f"{call_id}-{len(self._requests)}", tuple(prompt), sampling))
+                user_request = UserRequest(
+                    f"{call_id}-{len(self._choices)}",
+                    prompt.token_ids,
+                    request.sampling(facts.sampling, max_tokens, choice),
+                    cache_salt=request.cache_salt or "",
+                    priority=request.priority,
+                )
+                self._choices.append((prompt, user_request))
 
     async def deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
         """The deltas of all choices as they come; counts `usage`. Closing it cancels what still runs."""
-        streams = [self._one(index, request) for index, request in enumerate(self._requests)]
+        streams = [self._one(index, prompt, request) for index, (prompt, request) in enumerate(self._choices)]
         async with aclosing(streams[0] if len(streams) == 1 else _merge(streams)) as merged:
             async for choice_delta in merged:
                 self.usage.completion_tokens += choice_delta.delta.num_tokens
@@ -104,18 +130,55 @@ class Generation:
         choices = [Choice(index) for index in range(self.num_choices)]
         async with aclosing(self.deltas()) as deltas:
             async for choice_delta in deltas:
-                choices[choice_delta.index].add(choice_delta.delta)
+                choices[choice_delta.index].add(choice_delta)
         return choices
 
-    async def _one(self, index: int, request: UserRequest) -> AsyncGenerator[ChoiceDelta, None]:
-        assembler = TextAssembler(self._tokenizer.new_detokenizer(), self._stops)
+    async def _one(self, index: int, prompt: Prompt, request: UserRequest) -> AsyncGenerator[ChoiceDelta, None]:
+        assembler = self._assembler(prompt)
+        is_first = True
         async with aclosing(self._client.generate(request)) as deliveries:
             async for batch in deliveries:
-                delta = assembler.push(_tokens(batch))
-                yield ChoiceDelta(index, delta)
+                outputs = _tokens(batch)
+                prompt_logprobs = None
+                if is_first:
+                    is_first = False
+                    pieces = self._prompt_pieces(prompt, outputs[0].prompt_logprobs)
+                    prompt_logprobs = pieces if self._request.prompt_logprobs is not None else None
+                    if self._request.echoes:
+                        is_all = self._request.token_limit == 0
+                        ending = FinishReason.LENGTH if is_all else None
+                        yield ChoiceDelta(index, TextDelta(prompt.text, 0, ending, "", pieces), prompt_logprobs)
+                        if is_all:
+                            return
+                        prompt_logprobs = None
+                delta = assembler.push(outputs)
+                yield ChoiceDelta(index, delta, prompt_logprobs)
                 if delta.finish_reason is not None:
                     return
         raise GenerationError("The model replica ended this request without an ending.")
+
+    def _assembler(self, prompt: Prompt) -> TextAssembler:
+        request, tags = self._request, self._reasoning_tags
+        detokenizer = self._tokenizer.new_detokenizer(skip_special_tokens=request.skip_special_tokens, shown=tags or ())
+        splitter = None if tags is None else ReasoningSplitter(*tags, is_open=prompt.text.rstrip().endswith(tags[0]))
+        return TextAssembler(
+            detokenizer,
+            request.stop,
+            includes_stop=request.include_stop_str_in_output,
+            reasoning=splitter,
+            offset=len(prompt.text) if request.echoes else 0,
+        )
+
+    def _prompt_pieces(self, prompt: Prompt, logprobs: Sequence[TokenLogprobs] | None) -> tuple[TokenPiece, ...]:
+        """The prompt's tokens with where they begin in its text and what was reported of them."""
+        if logprobs is None:
+            return ()
+        detokenizer = self._tokenizer.new_detokenizer()
+        pieces, offset = [], 0
+        for token, reported in zip(prompt.token_ids, (None, *logprobs), strict=True):
+            pieces.append(TokenPiece(token, offset, reported))
+            offset += len(detokenizer.push(token))
+        return tuple(pieces)
 
 
 def _tokens(batch: Sequence[TokenOutput | RequestFailure]) -> list[TokenOutput]:
@@ -140,7 +203,8 @@ def _token_limit(request: GenerationRequest, num_prompt_tokens: int, max_model_l
             "asked for; shorten the prompt or ask for fewer tokens.",
             "max_tokens",
         )
-    return max_model_len - num_prompt_tokens if asked is None else asked
+    # the engine draws at least one token, also for a caller who only wants his prompt scored
+    return max_model_len - num_prompt_tokens if asked is None else max(asked, 1)
 
 
 async def _merge(streams: Sequence[AsyncGenerator[ChoiceDelta, None]]) -> AsyncGenerator[ChoiceDelta, None]:

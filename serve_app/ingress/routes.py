@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from typing import Any, TypeVar
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator
+from importlib.metadata import version
+from typing import Any, Protocol, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from serve_app.config import IngressLimits
-from serve_app.errors import ServeAppError, UnknownModelError
+from serve_app.errors import RequestError, ServeAppError, UnknownModelError
 from serve_app.ingress.answers import (
     EventStream,
+    NamedEventStream,
     Primed,
     error_answer,
     on_bug,
@@ -26,13 +30,31 @@ from serve_app.ingress.answers import (
 from serve_app.ingress.body import read_json
 from serve_app.ingress.engine_client import EngineClient
 from serve_app.ingress.generation import ChoiceDelta, Generation
-from serve_app.ingress.prompts import Prompter
+from serve_app.ingress.openapi import describe, page
+from serve_app.ingress.prompts import Prompt, Prompter
 from serve_app.ingress.rendering import ChatRenderer, CompletionRenderer, Json, Renderer
-from serve_app.ingress.schema import ChatRequest, CompletionRequest, GenerationRequest, parse_request
+from serve_app.ingress.response_rendering import ResponseRenderer
+from serve_app.ingress.schema.base import Schema, parse_request
+from serve_app.ingress.schema.chat import ChatRequest
+from serve_app.ingress.schema.completion import CompletionRequest
+from serve_app.ingress.schema.generation import REQUEST_ID, GenerationRequest
+from serve_app.ingress.schema.responses import ResponsesRequest
+from serve_app.ingress.schema.tokens import DetokenizeRequest, TokenizeRequest
 from serve_app.models.facts import ModelFacts
 from serve_app.text.tokenizer import Tokenizer
 
-GenerationRequestT = TypeVar("GenerationRequestT", bound=GenerationRequest)
+VERSION = version("serve_app")
+REQUEST_ID_HEADER = "X-Request-Id"
+
+
+class NamesAModel(Protocol):
+    """A request that may say which model it is for."""
+
+    @property
+    def model(self) -> str | None: ...
+
+
+SchemaT = TypeVar("SchemaT", bound=Schema)
 
 
 class Api:
@@ -44,6 +66,7 @@ class Api:
         facts: the model's context, vocabulary and recommended sampling.
         client: the engine.
         limits: what a request may be; may be replaced while serving.
+        reasoning_tags: what opens and closes the model's reasoning, when chat is to split it off.
     """
 
     def __init__(
@@ -54,13 +77,15 @@ class Api:
         facts: ModelFacts,
         client: EngineClient,
         limits: IngressLimits,
+        reasoning_tags: tuple[str, str] | None = None,
     ) -> None:
         self.limits = limits
         self._model_name = model_name
         self._tokenizer = tokenizer
         self._facts = facts
         self._client = client
-        self._prompter = Prompter(tokenizer, facts)
+        self._reasoning_tags = reasoning_tags
+        self._prompter = Prompter(tokenizer, facts, lambda: self.limits.allow_chat_template)
         self._created = int(time.time())
 
     def asgi(self) -> Starlette:
@@ -69,10 +94,18 @@ class Api:
             routes=[
                 Route("/health", self.health, methods=["GET"]),
                 Route("/ready", self.ready, methods=["GET"]),
+                Route("/version", self.version, methods=["GET"]),
+                Route("/docs", self.docs, methods=["GET"]),
+                Route("/openapi.json", self.openapi, methods=["GET"]),
                 Route("/v1/models", self.models, methods=["GET"]),
                 Route("/v1/models/{model_id:path}", self.model, methods=["GET"]),
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
                 Route("/v1/completions", self.completions, methods=["POST"]),
+                Route("/v1/responses", self.responses, methods=["POST"]),
+                Route("/v1/responses/{response_id:path}", self.stored_response, methods=["GET", "POST", "DELETE"]),
+                Route("/v1/embeddings", self.embeddings, methods=["POST"]),
+                Route("/tokenize", self.tokenize, methods=["POST"]),
+                Route("/detokenize", self.detokenize, methods=["POST"]),
             ],
             exception_handlers={
                 ServeAppError: on_serve_app_error,
@@ -93,6 +126,18 @@ class Api:
             return error_answer(error)
         return JSONResponse({"status": "ready"})
 
+    async def version(self, _: Request) -> Response:
+        """What is running."""
+        return JSONResponse({"version": VERSION})
+
+    async def openapi(self, _: Request) -> Response:
+        """The API, as OpenAPI 3.1, made from the same models that parse the requests."""
+        return JSONResponse(describe(VERSION))
+
+    async def docs(self, _: Request) -> Response:
+        """The same for people."""
+        return HTMLResponse(page(describe(VERSION)))
+
     async def models(self, _: Request) -> Response:
         """The served model, as a list."""
         return JSONResponse({"object": "list", "data": [self._model_card()]})
@@ -105,33 +150,90 @@ class Api:
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions"""
         call = await self._parse(request, ChatRequest)
-        return await self._answer(request, call, await self._prompter.chat(call), ChatRenderer)
+        request_id = _request_id(request, call.request_id)
+        renderer = ChatRenderer(call, self._model_name, request_id, self._tokenizer.token_bytes)
+        prompts = await self._prompter.chat(call)
+        return await self._answer(request, call, prompts, renderer, request_id, reasoning_tags=self._reasoning_tags)
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions"""
         call = await self._parse(request, CompletionRequest)
-        return await self._answer(request, call, await self._prompter.completion(call), CompletionRenderer)
+        request_id = _request_id(request, call.request_id)
+        renderer = CompletionRenderer(call, self._model_name, request_id, self._tokenizer.token_bytes)
+        return await self._answer(request, call, await self._prompter.completion(call), renderer, request_id)
 
-    async def _parse(self, request: Request, kind: type[GenerationRequestT]) -> GenerationRequestT:
+    async def responses(self, request: Request) -> Response:
+        """POST /v1/responses"""
+        call = await self._parse(request, ResponsesRequest)
+        request_id = _request_id(request, None)
+        renderer = ResponseRenderer(call, self._model_name, request_id)
+        chat = call.as_chat()
+        prompts = await self._prompter.chat(chat)
+        return await self._answer(request, chat, prompts, renderer, request_id, stream_kind=NamedEventStream)
+
+    async def stored_response(self, _: Request) -> Response:
+        """GET, DELETE and cancel of a response. Raises `RequestError`."""
+        raise RequestError("Responses are not stored here: they can be neither retrieved, deleted nor cancelled by id.")
+
+    async def embeddings(self, _: Request) -> Response:
+        """POST /v1/embeddings. Raises `RequestError`."""
+        raise RequestError(f"{self._model_name} generates text; this server makes no embeddings.", "model")
+
+    async def tokenize(self, request: Request) -> Response:
+        """POST /tokenize"""
+        call = await self._parse(request, TokenizeRequest)
+        prompt = await self._prompter.tokenize(call)
+        answer: Json = {
+            "count": len(prompt.token_ids),
+            "max_model_len": self._facts.max_model_len,
+            "tokens": prompt.token_ids,
+            "token_strs": [self._tokenizer.token_text(token) for token in prompt.token_ids],
+        }
+        if not call.return_token_strs:
+            answer["token_strs"] = None
+        return JSONResponse(answer)
+
+    async def detokenize(self, request: Request) -> Response:
+        """POST /detokenize"""
+        call = await self._parse(request, DetokenizeRequest)
+        unknown = next((token for token in call.tokens if token >= self._facts.vocab_size), None)
+        if unknown is not None:
+            raise RequestError(f"tokens: {unknown} is not in the vocabulary of {self._facts.vocab_size}.", "tokens")
+        return JSONResponse({"prompt": self._tokenizer.decode(call.tokens, skip_special_tokens=False)})
+
+    async def _parse(self, request: Request, kind: type[SchemaT]) -> SchemaT:
         call = parse_request(kind, await read_json(request, self.limits))
-        if call.model is not None:
-            self._check_model(call.model)
+        model = getattr(call, "model", None)
+        if model is not None:
+            self._check_model(model)
         return call
 
     async def _answer(
         self,
         request: Request,
         call: GenerationRequest,
-        prompts: Sequence[Sequence[int]],
-        renderer_kind: Callable[..., Renderer],
+        prompts: list[Prompt],
+        renderer: Renderer,
+        request_id: str,
+        *,
+        reasoning_tags: tuple[str, str] | None = None,
+        stream_kind: type[EventStream] = EventStream,
     ) -> Response:
-        generation = Generation(call, prompts, self._client, self._tokenizer, self._facts)
-        renderer = renderer_kind(self._model_name, includes_usage=call.includes_usage)
+        generation = Generation(
+            call,
+            prompts,
+            self._client,
+            self._tokenizer,
+            self._facts,
+            request_id=request_id,
+            reasoning_tags=reasoning_tags,
+        )
+        headers = {REQUEST_ID_HEADER: request_id}
         if not call.stream:
             choices = await until_disconnect(request.receive, generation.whole())
-            return JSONResponse(renderer.whole(choices, generation.usage))
+            return JSONResponse(renderer.whole(choices, generation.usage), headers=headers)
         deltas = await until_disconnect(request.receive, Primed.wait(generation.deltas()))
-        return EventStream(_chunks(generation, deltas, renderer, includes_usage=call.includes_usage), deltas)
+        return stream_kind(_events(generation, deltas, renderer), deltas, headers)
 
     def _check_model(self, name: str) -> None:
         if name != self._model_name:
@@ -147,13 +249,21 @@ class Api:
         }
 
 
-async def _chunks(
-    generation: Generation, deltas: AsyncIterator[ChoiceDelta], renderer: Renderer, *, includes_usage: bool
+def _request_id(request: Request, given: str | None) -> str:
+    """The caller's name for the call: the header's, else the body's, else a new one."""
+    header = request.headers.get(REQUEST_ID_HEADER)
+    if header is not None and re.fullmatch(REQUEST_ID, header) is None:
+        raise RequestError(f"{REQUEST_ID_HEADER} must match {REQUEST_ID}.", REQUEST_ID_HEADER)
+    return header or given or uuid.uuid4().hex
+
+
+async def _events(
+    generation: Generation, deltas: AsyncIterator[ChoiceDelta], renderer: Renderer
 ) -> AsyncGenerator[Json, None]:
-    for chunk in renderer.opening(generation.num_choices):
-        yield chunk
+    for event in renderer.opening(generation.num_choices, generation.usage):
+        yield event
     async for choice_delta in deltas:
-        if choice_delta.delta.text or choice_delta.delta.finish_reason is not None:
-            yield renderer.chunk(choice_delta)
-    if includes_usage:
-        yield renderer.usage_chunk(generation.usage)
+        for event in renderer.chunk(choice_delta, generation.usage):
+            yield event
+    for event in renderer.closing(generation.usage):
+        yield event

@@ -8,6 +8,7 @@ generation ends in the middle of a character, `finish` gives one U+FFFD for its 
 from __future__ import annotations
 
 import codecs
+import re
 from typing import Protocol
 
 from tokenizers import Tokenizer, decoders
@@ -37,20 +38,30 @@ def _byte_level_alphabet() -> dict[str, int]:
 BYTE_OF = _byte_level_alphabet()
 
 
+BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+"""How SentencePiece writes a byte that it has no other token for."""
+
+
 class TokenBytes:
-    """The bytes of each token of a byte-level tokenizer, or their best approximation for others."""
+    """The bytes of each token: exact for byte-level tokenizers; for others what the token usually stands for."""
 
     def __init__(self, backend: Tokenizer) -> None:
         self._backend = backend
+        self._is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
 
     def of(self, token_id: int) -> bytes:
         """The bytes that the token stands for; empty for an id the tokenizer does not know."""
         piece = self._backend.id_to_token(token_id)
         if piece is None:
             return b""
-        if all(character in BYTE_OF for character in piece):
-            return bytes(BYTE_OF[character] for character in piece)
-        return piece.encode()
+        if self._is_byte_level:
+            if all(character in BYTE_OF for character in piece):
+                return bytes(BYTE_OF[character] for character in piece)
+            return piece.encode()
+        byte = BYTE_TOKEN.fullmatch(piece)
+        if byte is not None:
+            return bytes([int(byte[1], 16)])
+        return piece.replace("\u2581", " ").removeprefix("##").encode()
 
 
 class ByteLevelDetokenizer:

@@ -13,14 +13,18 @@ class StopStrings:
 
     Args:
         stops: non-empty strings.
+        includes_stop: whether the one that is found is shown.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, includes_stop: bool = False) -> None:
         assert all(stops), "an empty stop string would end every text at once"
         self._stops = tuple(stops)
+        self._includes_stop = includes_stop
         self._held = ""
         self.matched: str | None = None
         """The stop string that was found. Nothing may be pushed after it."""
+        self.after = ""
+        """What came behind it in the same piece of text."""
 
     def push(self, text: str) -> str:
         """Adds text and returns what can be shown: all but what a stop string has cut off or may still become one."""
@@ -30,9 +34,9 @@ class StopStrings:
         text = self._held + text
         found = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
         if found:
-            _, start, self.matched = min(found)
-            self._held = ""
-            return text[:start]
+            end, start, self.matched = min(found)
+            self._held, self.after = "", text[end:]
+            return text[: end if self._includes_stop else start]
         keep = self._longest_open_prefix(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

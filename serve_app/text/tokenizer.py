@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,10 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer, TokenizersBackend
 
 from serve_app.errors import RequestError, UnsupportedModelError
-from serve_app.text.detokenizer import Detokenizer, new_detokenizer
+from serve_app.text.detokenizer import Detokenizer, TokenBytes, new_detokenizer
+
+RESERVED_VARIABLES = frozenset(inspect.signature(TokenizersBackend.apply_chat_template).parameters) | {"messages"}
+"""Names that a caller's template variables must not have."""
 
 
 class Tokenizer:
@@ -24,6 +28,7 @@ class Tokenizer:
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
+        self._bytes = TokenBytes(self._backend)
         self._special_ids = frozenset(tokenizer.all_special_ids)
         self._longest_token_bytes = max((len(piece.encode()) for piece in tokenizer.get_vocab()), default=1)
 
@@ -54,25 +59,58 @@ class Tokenizer:
         """The text of token ids."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The conversation as the model's chat template writes it, up to where the assistant is to speak.
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for; see `TokenBytes`."""
+        return self._bytes.of(token_id)
+
+    def token_text(self, token_id: int) -> str:
+        """A token as its vocabulary writes it; empty for an unknown id."""
+        return self._backend.id_to_token(token_id) or ""
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The conversation as the model's chat template (or another) writes it.
+
+        Args:
+            messages: what was said.
+            add_generation_prompt: end where the assistant is to speak.
+            continue_final_message: end within the last message, so that it is continued.
+            chat_template: instead of the model's own.
+            variables: more variables for the template.
 
         Raises:
             RequestError: the model has no template, or the template refuses the messages.
         """
-        if not self.has_chat_template:
+        if chat_template is None and not self.has_chat_template:
             raise RequestError(
                 "This model has no chat template, so it cannot serve chat; use /v1/completions instead.", "messages"
             )
+        taken = sorted(RESERVED_VARIABLES.intersection(variables or ()))
+        if taken:
+            raise RequestError(f"chat_template_kwargs: {taken[0]} is set by other fields.", "chat_template_kwargs")
         try:
             rendered = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template=chat_template,
+                **(variables or {}),
             )
-        except TemplateError as error:
-            raise RequestError(f"The model's chat template refuses these messages: {error}", "messages") from error
+        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+            param = "messages" if chat_template is None else "chat_template"
+            raise RequestError(f"The chat template refuses these messages: {error}", param) from error
         assert isinstance(rendered, str)
         return rendered
 
-    def new_detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
-        """An incremental decoder for one sequence."""
-        return new_detokenizer(self._backend, self._special_ids if skip_special_tokens else frozenset())
+    def new_detokenizer(self, *, skip_special_tokens: bool = True, shown: Sequence[str] = ()) -> Detokenizer:
+        """An incremental decoder for one sequence. Special tokens give no text, but for those that are `shown`."""
+        skipped = self._special_ids if skip_special_tokens else frozenset[int]()
+        return new_detokenizer(self._backend, skipped - {self._backend.token_to_id(piece) for piece in shown})

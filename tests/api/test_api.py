@@ -131,7 +131,7 @@ BAD = {
     "seed float": ({"seed": 1.5}, "seed"),
     "seed huge": ({"seed": 10**30}, "seed"),
     "unknown field": ({"foo": 1}, "foo"),
-    "unsupported field": ({"logit_bias": {"5": 1}}, "logit_bias"),
+    "refused field": ({"suffix": "x"}, "suffix"),
     "store": ({"store": True}, "store"),
     "prompt null": ({"prompt": None}, "prompt"),
     "prompt empty": ({"prompt": ""}, "prompt"),
