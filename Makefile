@@ -16,6 +16,12 @@ setup: ## make the environment and the built-in model; seconds when nothing chan
 	@$(MAKE) --no-print-directory $(STAMP)
 	@$(BIN)/serve-app pull
 
+# The npm client is one of those that the tests run against the server.
+CLIENTS := tests/clients/node_modules/.package-lock.json
+$(CLIENTS): tests/clients/package-lock.json
+	npm ci --prefix tests/clients --no-audit --no-fund --loglevel=error
+	@touch $@
+
 # The stamp is younger than what it was made from. A venv whose interpreter is gone is made anew.
 $(STAMP): pyproject.toml constraints.txt Makefile
 	@$(BIN)/python -c '' 2>/dev/null || { rm -rf $(VENV); $(PYTHON) -m venv $(VENV); }
@@ -26,10 +32,10 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 serve: setup ## start the server on serve_config.yaml
 	@set -a; . ./serve.env; set +a; exec $(BIN)/serve run serve_config.yaml
 
-test: setup ## all tests
+test: setup $(CLIENTS) ## all tests
 	$(BIN)/pytest
 
-check: setup ## what CI runs: lint, types, import directions (among the tests), tests
+check: setup $(CLIENTS) ## what CI runs: lint, types, import directions (among the tests), tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -150,8 +150,11 @@ class EventStream(Response):
 class NamedEventStream(EventStream):
     """The events of /v1/responses: each has its type as its name, and the last one tells that it is the last."""
 
+    _next_number = 0
+
     def frame(self, event: dict[str, Any]) -> str:
         """See `EventStream.frame`."""
+        self._next_number = event["sequence_number"] + 1
         return f"event: {event['type']}\ndata: {_json(event)}\n\n"
 
     def ending(self) -> str:
@@ -160,9 +163,8 @@ class NamedEventStream(EventStream):
 
     def failure(self, error: ServeAppError) -> str:
         """See `EventStream.failure`."""
-        return self.frame(
-            {"type": "error", "code": error.code or error.type, "message": error.message, "param": error.param}
-        )
+        told = {"code": error.code or error.type, "message": error.message, "param": error.param}
+        return self.frame({"type": "error", "sequence_number": self._next_number, **told})
 
 
 def _json(event: dict[str, Any]) -> str:

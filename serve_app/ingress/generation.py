@@ -195,7 +195,7 @@ def _token_limit(request: GenerationRequest, num_prompt_tokens: int, max_model_l
     if num_prompt_tokens >= max_model_len:
         raise ContextLengthError(
             f"This model's context is {max_model_len} tokens, but the prompt has {num_prompt_tokens}; shorten it.",
-            "prompt",
+            request.PROMPT,
         )
     if asked is not None and num_prompt_tokens + asked > max_model_len:
         raise ContextLengthError(

@@ -168,8 +168,12 @@ class Api:
         request_id = _request_id(request, None)
         renderer = ResponseRenderer(call, self._model_name, request_id)
         chat = call.as_chat()
-        prompts = await self._prompter.chat(chat)
-        return await self._answer(request, chat, prompts, renderer, request_id, stream_kind=NamedEventStream)
+        try:
+            prompts = await self._prompter.chat(chat)
+            return await self._answer(request, chat, prompts, renderer, request_id, stream_kind=NamedEventStream)
+        except RequestError as error:
+            error.param = call.CHAT_FIELDS.get(error.param or "", error.param)
+            raise
 
     async def stored_response(self, _: Request) -> Response:
         """GET, DELETE and cancel of a response. Raises `RequestError`."""
@@ -228,7 +232,8 @@ class Api:
             request_id=request_id,
             reasoning_tags=reasoning_tags,
         )
-        headers = {REQUEST_ID_HEADER: request_id}
+        # Serve gives every request that header, and echoes it; without Serve it is ours to echo
+        headers = {} if REQUEST_ID_HEADER in request.headers else {REQUEST_ID_HEADER: request_id}
         if not call.stream:
             choices = await until_disconnect(request.receive, generation.whole())
             return JSONResponse(renderer.whole(choices, generation.usage), headers=headers)
@@ -250,11 +255,11 @@ class Api:
 
 
 def _request_id(request: Request, given: str | None) -> str:
-    """The caller's name for the call: the header's, else the body's, else a new one."""
+    """The caller's name for the call: the body's, else the header's (Serve sets one if the caller does not), or a new one."""
     header = request.headers.get(REQUEST_ID_HEADER)
     if header is not None and re.fullmatch(REQUEST_ID, header) is None:
         raise RequestError(f"{REQUEST_ID_HEADER} must match {REQUEST_ID}.", REQUEST_ID_HEADER)
-    return header or given or uuid.uuid4().hex
+    return given or header or uuid.uuid4().hex
 
 
 async def _events(

@@ -147,6 +147,7 @@ def serving(
     tokenizer: Tokenizer | None = None,
     limits: IngressLimits | None = None,
     facts: ModelFacts | None = None,
+    reasoning_tags: tuple[str, str] | None = None,
     **engine_options: Any,
 ) -> Iterator[Server]:
     """Runs the API over `runner` until the block ends; then nothing may be left over."""
@@ -158,8 +159,10 @@ def serving(
         facts=facts or ModelFacts(runner.end_token_ids, runner.max_model_len, runner.vocab_size),
         client=client,
         limits=limits or IngressLimits(),
+        reasoning_tags=reasoning_tags,
     )
     listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # asyncio does so for the sockets that it makes itself
     # a pooled connection must not be closed just as a client that was kept waiting reuses it
     server = uvicorn.Server(uvicorn.Config(api.asgi(), log_level="warning", lifespan="off", timeout_keep_alive=300))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)

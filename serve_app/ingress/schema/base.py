@@ -45,6 +45,7 @@ def _as_tuple(value: Any) -> Any:
 
 StringOrList = BeforeValidator(_as_tuple, json_schema_input_type=str | list[str] | None)
 ItemList = BeforeValidator(_as_tuple)
+OptionalItemList = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 
 Flag = Annotated[bool, default(False)]
 

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from serve_app.engine.request import MAX_TOP_LOGPROBS
-from serve_app.ingress.schema.base import Flag, ItemList, Schema, no_effect, problem
+from serve_app.ingress.schema.base import Flag, ItemList, OptionalItemList, Schema, no_effect, problem
 from serve_app.ingress.schema.generation import GenerationRequest
 
 MAX_MESSAGES = 4096
@@ -68,7 +68,9 @@ class ChatMessage(Schema):
         Field(description="Parts are joined with nothing between. null only beside tool_calls, or for refusals."),
     ] = None
     tool_calls: Annotated[
-        tuple[ToolCall, ...] | None, ItemList, Field(description="Of an assistant in an earlier turn; for the template.")
+        tuple[ToolCall, ...] | None,
+        OptionalItemList,
+        Field(description="Of an assistant in an earlier turn; for the template."),
     ] = None
     tool_call_id: Annotated[str | None, Field(description="Of a tool's message; for the template.")] = None
     refusal: Annotated[
@@ -109,6 +111,8 @@ class TextFormat(Schema):
 
 class ChatRequest(GenerationRequest):
     """Body of POST /v1/chat/completions."""
+
+    PROMPT: ClassVar[str] = "messages"
 
     REFUSED: ClassVar[Mapping[str, str]] = {
         "tools": TOOLS,

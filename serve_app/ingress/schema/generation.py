@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -53,6 +53,9 @@ class StreamOptions(Schema):
 class GenerationRequest(Schema):
     """What chat and completions have in common."""
 
+    PROMPT: ClassVar[str] = "prompt"
+    """The field that the prompt comes from."""
+
     model: Annotated[
         str | None, Field(description="Must be a served name, else 404; when absent the served model answers.")
     ] = None
@@ -101,7 +104,7 @@ class GenerationRequest(Schema):
     stream_options: StreamOptions | None = None
     request_id: Annotated[
         str | None,
-        Field(pattern=REQUEST_ID, description="Part of the answer's id; the X-Request-Id header goes before it."),
+        Field(pattern=REQUEST_ID, description="Part of the answer's id; else the X-Request-Id header is."),
     ] = None
     cache_salt: Annotated[
         str | None, Field(min_length=1, max_length=256, description="Only equal salts share cached prefixes.")

@@ -78,6 +78,9 @@ class ResponsesRequest(Schema):
         "prompt_cache_retention": "equal prefixes are kept as long as there is room; leave it out",
     }
 
+    CHAT_FIELDS: ClassVar[Mapping[str, str]] = {"messages": "input", "max_tokens": "max_output_tokens"}
+    """What fields of the same chat are called here."""
+
     model: str | None = None
     input: Annotated[
         tuple[InputMessage, ...],

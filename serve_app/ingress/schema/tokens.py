@@ -6,7 +6,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from serve_app.ingress.schema.base import Flag, ItemList, Schema, default, problem
+from serve_app.ingress.schema.base import Flag, ItemList, OptionalItemList, Schema, default, problem
 from serve_app.ingress.schema.chat import MAX_MESSAGES, ChatMessage
 from serve_app.ingress.schema.generation import TokenId
 
@@ -16,7 +16,9 @@ class TokenizeRequest(Schema):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[tuple[ChatMessage, ...] | None, ItemList, Field(max_length=MAX_MESSAGES)] = None
+    messages: Annotated[tuple[ChatMessage, ...] | None, OptionalItemList, Field(min_length=1, max_length=MAX_MESSAGES)] = (
+        None
+    )
     add_special_tokens: Annotated[
         bool | None, Field(description="Absent: true for a prompt; false for messages, whose template writes them.")
     ] = None
@@ -27,7 +29,7 @@ class TokenizeRequest(Schema):
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
-        if (self.prompt is None) == (not self.messages):
+        if (self.prompt is None) == (self.messages is None):
             raise problem("prompt", "give either prompt or messages")
         if self.messages and self.continue_final_message and self.add_generation_prompt:
             raise problem("continue_final_message", "continue_final_message needs add_generation_prompt to be false")
