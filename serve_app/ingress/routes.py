@@ -255,7 +255,7 @@ class Api:
 
 
 def _request_id(request: Request, given: str | None) -> str:
-    """The caller's name for the call: the body's, else the header's (Serve sets one if the caller does not), or a new one."""
+    """The caller's name for the call: the body's, else the header's (Serve sets one if the caller does not), or new."""
     header = request.headers.get(REQUEST_ID_HEADER)
     if header is not None and re.fullmatch(REQUEST_ID, header) is None:
         raise RequestError(f"{REQUEST_ID_HEADER} must match {REQUEST_ID}.", REQUEST_ID_HEADER)

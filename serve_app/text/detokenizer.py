@@ -86,6 +86,9 @@ class WindowDetokenizer:
 
     The window starts at ids whose text is already out, because many decoders treat the first token of a list in their own
     way (SentencePiece drops its space). The method is that of text-generation-inference and vLLM.
+
+    A run of byte tokens (SentencePiece's byte fallback) is decoded as a whole, because one wrong byte in it makes every
+    byte of it U+FFFD: its text comes with the token behind it.
     """
 
     def __init__(self, backend: Tokenizer, skipped_ids: frozenset[int]) -> None:
@@ -99,6 +102,8 @@ class WindowDetokenizer:
         if token_id in self._skipped:
             return ""
         self._ids.append(token_id)
+        if BYTE_TOKEN.fullmatch(self._backend.id_to_token(token_id) or ""):
+            return ""
         text = self._new_text()
         if not text or text.endswith(REPLACEMENT):  # perhaps half a character
             return ""

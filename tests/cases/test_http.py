@@ -3,6 +3,8 @@
 import json
 import math
 import pickle
+import socket
+import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -707,3 +709,61 @@ def test_the_api_describes_itself(server):
     for field in ("messages", "top_logprobs", "cache_salt"):
         assert f"<code>{field}</code>" in page.text
     assert server.http.get("/version").json()["version"]
+
+
+def leave(server, body, *, after, reset):
+    """Sends a call on a socket of its own, reads until `after` is seen, and closes it."""
+    host, port = server.url.removeprefix("http://").split(":")
+    raw = json.dumps(body).encode()
+    connection = socket.create_connection((host, int(port)), timeout=10)
+    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(raw), raw))
+    seen = b""
+    while seen.count(after) < 3:
+        seen += connection.recv(4096)
+    if reset:  # closing with a linger of 0 sends RST instead of FIN
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+@pytest.mark.parametrize("reset", [False, True], ids=["FIN", "RST"])
+def test_br_087_a_caller_who_leaves_frees_his_row(reset):
+    with serving(ScriptedRunner(counting, max_model_len=4096, num_blocks=4096, step_s=0.001)) as server:
+        for _ in range(50):
+            leave(server, {"prompt": "x", "max_tokens": 4000, "stream": True}, after=b"data: ", reset=reset)
+        server.wait_until_idle()
+        assert server.engine.stats().num_drawn_tokens < 50 * 400
+        assert server.ask("ok", max_tokens=4).status == 200
+
+
+def test_br_089_a_caller_who_leaves_the_queue_is_never_computed():
+    with serving(ScriptedRunner(counting, max_model_len=4096, num_blocks=4096, step_s=0.001), max_batch_size=1) as server:
+        with ThreadPoolExecutor(2) as pool:
+            running = pool.submit(server.ask, "running", max_tokens=800)
+            while not server.engine.stats().num_running:
+                time.sleep(0.001)
+            host, port = server.url.removeprefix("http://").split(":")
+            body = b'{"prompt": "gone", "max_tokens": 100}'
+            leavers = [socket.create_connection((host, int(port)), timeout=10) for _ in range(20)]
+            for connection in leavers:
+                connection.sendall(
+                    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+                )
+            while server.engine.stats().num_waiting < 20:
+                time.sleep(0.001)
+            stayer = pool.submit(server.ask, "stayer", max_tokens=5)
+            for connection in leavers:
+                connection.close()
+            assert running.result().usage["completion_tokens"] == 800
+            assert stayer.result().usage["completion_tokens"] == 5
+        assert server.engine.stats().num_drawn_tokens == 805
+
+
+@BOTH
+def test_br_133_an_engine_that_is_gone_is_not_an_empty_200(stream):
+    with serving(ScriptedRunner(echo)) as server:
+        server.engine.shutdown()
+        answer = server.http.post("/v1/completions", json={"prompt": "x", "stream": stream})
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "engine_unavailable"
+        assert server.http.get("/ready").status_code == 503
+        assert server.http.get("/health").status_code == 200

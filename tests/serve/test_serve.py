@@ -159,6 +159,30 @@ def test_two_engine_replicas_by_changing_one_number(deployed):
         deployed.deploy()
 
 
+def test_br_093_more_calls_than_may_queue_are_429_at_once(deployed):
+    """The engine deployment's own bounds, beside the budget of tokens: Serve's BackPressureError is an answer."""
+
+    def narrow(config):
+        deployment_of(config, "Engine").update(max_ongoing_requests=1, max_queued_requests=1)
+
+    deployed.deploy(narrow)
+    try:
+        for stream in (False, True):
+            body = {"prompt": "x", "max_tokens": 1500, "temperature": 0, "ignore_eos": True, "stream": stream}
+            with ThreadPoolExecutor(10) as pool:
+                calls = [pool.submit(deployed.http.post, f"/{TINY}/v1/completions", json=body) for _ in range(10)]
+                answers = [call.result() for call in calls]
+            refused = [answer for answer in answers if answer.status_code != 200]
+            assert len(refused) in range(1, 10)
+            for answer in refused:
+                assert answer.status_code == 429
+                assert answer.json()["error"]["code"] == "overloaded"
+                assert int(answer.headers["retry-after"]) >= 1
+        assert tiny(deployed, "after", max_tokens=3).status == 200
+    finally:
+        deployed.deploy()
+
+
 def test_a_bad_user_config_fails_the_deployment_and_names_the_key(deployed):
     with pytest.raises(AssertionError, match=r"Engine\.user_config\.max_batch_sise: unknown key"):
         deployed.deploy(lambda config: deployment_of(config, "Engine")["user_config"].update(max_batch_sise=1))
@@ -168,9 +192,9 @@ def test_a_bad_user_config_fails_the_deployment_and_names_the_key(deployed):
 
 def test_a_draining_replica_lets_its_streams_end(deployed):
     """A change of args replaces the replicas; the streams of the old ones go on to their end."""
-    expected = tiny(deployed, "drain", max_tokens=3000).text
+    expected = tiny(deployed, "drain", max_tokens=1500).text
     got = []
-    streaming = threading.Thread(target=lambda: got.append(tiny(deployed, "drain", max_tokens=3000, stream=True)))
+    streaming = threading.Thread(target=lambda: got.append(tiny(deployed, "drain", max_tokens=1500, stream=True)))
     streaming.start()
     deployed.wait_for(lambda stats: stats.num_running == 1)
 

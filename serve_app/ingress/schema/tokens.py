@@ -16,9 +16,9 @@ class TokenizeRequest(Schema):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[tuple[ChatMessage, ...] | None, OptionalItemList, Field(min_length=1, max_length=MAX_MESSAGES)] = (
-        None
-    )
+    messages: Annotated[
+        Annotated[tuple[ChatMessage, ...], Field(min_length=1, max_length=MAX_MESSAGES)] | None, OptionalItemList
+    ] = None
     add_special_tokens: Annotated[
         bool | None, Field(description="Absent: true for a prompt; false for messages, whose template writes them.")
     ] = None
