@@ -1,4 +1,4 @@
-"""Whole decoder layers of a CPU model, each replaced by one call of our kernels.
+"""Whole decoder layers of a CPU model, replaced by one call of our kernels for all that follow each other.
 
 The layers of Llama and its many relatives are alike: norm, attention with rotary positions, norm, gated feed-forward. What
 has those parts is tried against its replacement on random inputs, and replaced only if both give the same.
@@ -6,7 +6,7 @@ has those parts is tried against its replacement on random inputs, and replaced 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,15 +17,40 @@ from serve_app.engine.attention.backend import AttentionProbe, AttentionStep, La
 from serve_app.engine.attention.layout import LayerCache, PackedLayout, Segment
 from serve_app.engine.attention.native import NativeAttention, attention_arguments, set_step
 from serve_app.engine.fusion import NativeRMSNorm, fused_norm
-from serve_app.engine.native.kernels import Kernels, LayerArguments
+from serve_app.engine.native.kernels import AttentionArguments, Kernels, LayerArguments
 
 TRIAL_TOKENS = 7
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 
 
-class NativeDecoderLayer(nn.Module):
-    """A float32 decoder layer in one call.
+class NativeDecoderLayers(nn.Module):
+    """Float32 decoder layers of one shape that follow each other, in one call: while it runs, Python does other things."""
+
+    def __init__(self, kernels: Kernels, parts: Sequence[NativeLayer]) -> None:
+        super().__init__()
+        self.kernels = kernels
+        self.parts = list(parts)
+        self._layers = (LayerArguments * len(parts))(*(part.layer for part in parts))
+        self._attentions = (AttentionArguments * len(parts))(*(part.attention for part in parts))
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        *,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_step: AttentionStep,
+        **_: Any,
+    ) -> torch.Tensor:
+        """[1, T, dim] -> [1, T, dim]; position_embeddings: cos and sin, each [1, T, rotary]."""
+        cos, sin = (part.contiguous() for part in position_embeddings)
+        for part, arguments in zip(self.parts, self._attentions, strict=True):
+            set_step(arguments, attention_step.caches[part.layer_idx], attention_step.layout)
+        return self.kernels.decoder_layers_(self._layers, self._attentions, hidden_states.clone(), cos, sin)
+
+
+class NativeLayer:
+    """What the kernels want of one layer.
 
     Args:
         kernels: the compiled library.
@@ -43,15 +68,14 @@ class NativeDecoderLayer(nn.Module):
         norms: tuple[NativeRMSNorm, NativeRMSNorm, NativeRMSNorm | None, NativeRMSNorm | None],
         rotary: int,
     ) -> None:
-        super().__init__()
-        self._kernels = kernels
-        self._norms = norms
         attention: Any = layer.self_attn
         mlp: Any = layer.mlp
-        self._layer_idx: int = attention.layer_idx
-        self._tensors: list[torch.Tensor] = []  # keeps alive what the arguments point to
+        self._kernels = kernels
+        self._kept: list[Any] = [norms]  # what the arguments point to
+        self.layer_idx: int = attention.layer_idx
+        self.shape = (attention.q_proj.in_features, mlp.gate_proj.out_features, rotary, probe.num_kv_heads, probe.key_dim)
         before, middle, query, key = norms
-        self._layer = LayerArguments(
+        self.layer = LayerArguments(
             input_norm=before.weight.data_ptr(),
             middle_norm=middle.weight.data_ptr(),
             query_norm=None if query is None else query.weight.data_ptr(),
@@ -68,35 +92,21 @@ class NativeDecoderLayer(nn.Module):
         self._pack("output", attention.o_proj)
         self._pack("gate_up", mlp.gate_proj, mlp.up_proj)
         self._pack("down", mlp.down_proj)
-        self._attention = attention_arguments(
-            probe.call, attention.q_proj.out_features // probe.key_dim, scratch_cache(probe, 1, 1)
-        )
+        num_heads = attention.q_proj.out_features // probe.key_dim
+        self.attention = attention_arguments(probe.call, num_heads, scratch_cache(probe, 1, 1))
 
     def _pack(self, name: str, *linears: nn.Linear) -> None:
         weights: list[torch.Tensor] = [linear.weight for linear in linears]
-        setattr(self._layer, name, self._kept(self._kernels.pack(torch.cat(weights))).data_ptr())
+        packed = self._kernels.pack(torch.cat(weights))
+        self._kept.append(packed)
+        setattr(self.layer, name, packed.arguments)
         if any(linear.bias is not None for linear in linears):
             biases: list[torch.Tensor] = [
                 torch.zeros(linear.out_features) if linear.bias is None else linear.bias for linear in linears
             ]
-            setattr(self._layer, f"{name}_bias", self._kept(torch.cat(biases)).data_ptr())
-
-    def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._tensors.append(tensor)
-        return tensor
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        *,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_step: AttentionStep,
-        **_: Any,
-    ) -> torch.Tensor:
-        """[1, T, dim] -> [1, T, dim]; position_embeddings: cos and sin, each [1, T, rotary]."""
-        cos, sin = (part.contiguous() for part in position_embeddings)
-        set_step(self._attention, attention_step.caches[self._layer_idx], attention_step.layout)
-        return self._kernels.decoder_layer_(self._layer, self._attention, hidden_states.clone(), cos, sin)
+            bias = torch.cat(biases)
+            self._kept.append(bias)
+            setattr(self.layer, f"{name}_bias", bias.data_ptr())
 
 
 def fuse_layers(model: PreTrainedModel, backend: NativeAttention, probes: Mapping[int, LayerProbe]) -> int:
@@ -104,12 +114,26 @@ def fuse_layers(model: PreTrainedModel, backend: NativeAttention, probes: Mappin
     count = 0
     calls = _record_calls(model)
     for parent in list(model.modules()):
+        originals = [layer for layer in parent.children() if layer in calls]
         for name, layer in list(parent.named_children()):
             candidate = _candidate(layer, calls[layer], backend.kernels, probes) if layer in calls else None
             if candidate is not None and _agree(layer, candidate, calls[layer], backend, probes):
                 setattr(parent, name, candidate)
                 count += 1
+        if isinstance(parent, nn.ModuleList) and len(originals) == len(parent) > 1:
+            _join(parent, [calls[layer]["position_embeddings"] for layer in originals])
     return count
+
+
+def _join(layers: nn.ModuleList, positions: Sequence[object]) -> None:
+    """Makes one module of a whole list of replaced layers, if all are of one shape and get the same positions."""
+    replaced = [layer for layer in layers if isinstance(layer, NativeDecoderLayers)]
+    parts = [part for layer in replaced for part in layer.parts]
+    if len(parts) == len(layers) and len({part.shape for part in parts}) == 1 and len(set(map(id, positions))) == 1:
+        joined = NativeDecoderLayers(replaced[0].kernels, parts)
+        while len(layers):
+            del layers[0]
+        layers.append(joined)
 
 
 def _record_calls(model: PreTrainedModel) -> dict[nn.Module, dict[str, Any]]:
@@ -147,7 +171,7 @@ def _looks_alike(layer: nn.Module) -> bool:
 
 def _candidate(
     layer: nn.Module, call: dict[str, Any], kernels: Kernels, probes: Mapping[int, LayerProbe]
-) -> NativeDecoderLayer | None:
+) -> NativeDecoderLayers | None:
     attention: Any = layer.self_attn
     probe = probes[attention.layer_idx]
     head_norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
@@ -159,12 +183,13 @@ def _candidate(
     if probe.key_dim != probe.value_dim:
         return None
     rotary = call["position_embeddings"][0].shape[-1]
-    return NativeDecoderLayer(kernels, layer, probe, (before, middle, query, key), rotary)
+    part = NativeLayer(kernels, layer, probe, (before, middle, query, key), rotary)
+    return NativeDecoderLayers(kernels, [part])
 
 
 def _agree(
     layer: nn.Module,
-    candidate: NativeDecoderLayer,
+    candidate: NativeDecoderLayers,
     call: dict[str, Any],
     backend: NativeAttention,
     probes: Mapping[int, LayerProbe],

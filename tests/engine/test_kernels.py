@@ -9,12 +9,13 @@ from torch import nn
 from serve_app.engine.attention.layout import AttentionCall, LayerCache, PackedLayout
 from serve_app.engine.attention.native import NativeAttention
 from serve_app.engine.attention.reference import ReferenceAttention
-from serve_app.engine.decoder_layer import NativeDecoderLayer
+from serve_app.engine.decoder_layer import NativeDecoderLayers
 from serve_app.engine.fusion import NativeGatedMlp, NativeRMSNorm, fuse
 from serve_app.engine.linear import NativeLinear, OneDnnLinear, PackedLinear, pack_linears
 from serve_app.engine.model_runner import ModelRunner
 from serve_app.engine.native import kernels as native
 from serve_app.engine.native.kernels import load_kernels
+from serve_app.models.loader import load_model
 from tests.engine.test_attention import BLOCK_SIZE, CALLS, MIXES, NUM_BLOCKS, segments_of
 from tests.families import FAMILIES, tiny_model
 
@@ -42,6 +43,43 @@ def test_packed_linear_is_the_same_product(rows, columns, depth, bias, kind, thr
     packed = NativeLinear(KERNELS, plain.weight, plain.bias) if is_native else OneDnnLinear(plain.weight, plain.bias)
     torch.testing.assert_close(packed(inputs), plain(inputs), rtol=1e-4, atol=1e-5)
     assert f"in_features={depth}" in repr(packed)
+
+
+def quantised(bits, columns, depth):
+    """A weight as a quantised file gives it: blocks of 32, a scale (and a minimum) in half precision."""
+    generator = torch.Generator().manual_seed(bits)
+    scale = (torch.rand(columns, depth // 32, 1, generator=generator) * 0.01).half().float()
+    scale[0, 0] = 0.0
+    low = (torch.randn(columns, depth // 32, 1, generator=generator) * 0.1).half().float()
+    if bits == 4:
+        q = torch.randint(0, 16, (columns, depth // 32, 32), generator=generator)
+        q[..., 3], q[..., 20] = 0, 15  # what sets a block's scale and minimum is in it
+        return (q * scale + low).reshape(columns, depth)
+    q = torch.randint(-127, 128, (columns, depth // 32, 32), generator=generator)
+    q[..., 7] = 127
+    return (q * scale).reshape(columns, depth)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("columns", "depth"), [(2, 32), (33, 320), (96, 64)])
+def test_quantised_weights_are_kept_small_and_give_the_same_bits(bits, columns, depth, threads):
+    weight = quantised(bits, columns, depth)
+    small, large = KERNELS.pack(weight), KERNELS.pack(weight, bits=())
+    assert (small.bits, large.bits) == (bits, 32)
+    assert small.num_bytes < large.num_bytes / 3
+    for rows in (1, 7, 30):
+        inputs = torch.randn(rows, depth)
+        assert torch.equal(KERNELS.linear(inputs, small, None, columns), KERNELS.linear(inputs, large, None, columns))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_weight_that_is_almost_quantised_is_not_compressed(bits):
+    weight = quantised(bits, 40, 64)
+    weight[39, 63] += 1e-6
+    assert KERNELS.pack(weight).bits == 32
+    assert KERNELS.pack(torch.full((4, 32), float("nan"))).bits == 32
+    assert KERNELS.pack(torch.full((4, 32), float("inf"))).bits == 32
+    assert KERNELS.pack(torch.randn(4, 33)).bits == 32
 
 
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(threads):
@@ -153,7 +191,9 @@ def test_what_is_replaced(family):
     num_layers = model.config.num_hidden_layers
     ModelRunner(model, end_token_ids=frozenset(), max_model_len=64, block_size=4, kv_cache_tokens=64)
     kinds = [type(module) for module in model.modules()]
-    assert kinds.count(NativeDecoderLayer) == (num_layers if family in WHOLE_LAYERS else 0)
+    replaced = [module for module in model.modules() if isinstance(module, NativeDecoderLayers)]
+    assert len(replaced) == (family in WHOLE_LAYERS)  # all in one
+    assert sum(len(module.parts) for module in replaced) == (num_layers if family in WHOLE_LAYERS else 0)
     assert kinds.count(nn.Linear) == 0
     if family in GATED:
         assert kinds.count(NativeRMSNorm) > 0
@@ -163,6 +203,14 @@ def test_gated_feed_forward_outside_a_known_layer():
     model = tiny_model(FAMILIES["olmo2"]())
     ModelRunner(model, end_token_ids=frozenset(), max_model_len=64, block_size=4, kv_cache_tokens=64)
     assert any(isinstance(module, NativeGatedMlp) for module in model.modules())
+
+
+def test_the_built_in_models_weights_are_kept_as_in_its_file(builtin_checkpoint):
+    model = load_model(builtin_checkpoint, dtype="float32", device="cpu")
+    embedding = model.get_input_embeddings().weight
+    assert KERNELS.pack(embedding[:4096]).bits == 8
+    for linear in [module for module in model.modules() if isinstance(module, nn.Linear)][:14]:
+        assert KERNELS.pack(linear.weight).bits == 4
 
 
 def test_without_a_compiler_torch_serves(monkeypatch, caplog):

@@ -29,6 +29,8 @@ constexpr int NR = 2 * VL;  // columns of a register tile, and of a packed panel
 typedef float vec __attribute__((vector_size(VL * 4), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(VL * 4), aligned(4), may_alias));
 typedef uint16_t hvec __attribute__((vector_size(VL * 2), aligned(2), may_alias));
+typedef uint8_t bvec __attribute__((vector_size(VL), aligned(1), may_alias));
+typedef int8_t cvec __attribute__((vector_size(VL), aligned(1), may_alias));
 typedef uint32_t uvec __attribute__((vector_size(VL * 4)));
 
 struct bf16 {
@@ -174,6 +176,78 @@ float* scratch(size_t floats) {  // one growing buffer per thread
     }
     return buffer.get();
 }
+
+// A weight [columns][depth], packed in panels of NR columns. Weights that come from a quantised file are kept as what they
+// were there, 4 or 8 bits with a scale per 32 of a column's depth: expanded they are the same floats, bit for bit.
+enum Kind : long { FLOATS = 0, FOUR_BITS = 4, EIGHT_BITS = 8 };
+constexpr long BLOCK = 32;
+
+struct Weight {
+    const void* data;     // [panels][depth][NR] floats or bytes; 4 bits: [panels][depth][VL], column j low, j + VL high
+    const float* scales;  // 4 bits: [panels][depth / BLOCK][scale, minimum][NR]; 8 bits: [panels][depth / BLOCK][NR]
+    Kind kind;
+};
+
+// Rows [from, from + count) of a panel as floats [count][NR]; `from` is a multiple of BLOCK unless they are floats already.
+const float* expand(const Weight& w, long panel, long depth, long from, long count, float* out) {
+    const long row = panel * depth + from, block = row / BLOCK;
+    if (w.kind == FLOATS) return static_cast<const float*>(w.data) + row * NR;
+    for (long b = 0; b < count / BLOCK; ++b) {
+        float* to = out + b * BLOCK * NR;
+        if (w.kind == FOUR_BITS) {
+            const float* scale = w.scales + (block + b) * 2 * NR;
+            const vec d0 = load(scale), d1 = load(scale + VL), m0 = load(scale + NR), m1 = load(scale + NR + VL);
+            const bvec* from4 = static_cast<const bvec*>(w.data) + row + b * BLOCK;
+#pragma GCC unroll 4
+            for (long k = 0; k < BLOCK; ++k, to += NR) {
+                const ivec both = __builtin_convertvector(from4[k], ivec);
+                store(to, d0 * __builtin_convertvector(both & 15, vec) + m0);
+                store(to + VL, d1 * __builtin_convertvector(both >> 4, vec) + m1);
+            }
+        } else {
+            const float* scale = w.scales + (block + b) * NR;
+            const vec d0 = load(scale), d1 = load(scale + VL);
+            const cvec* from8 = static_cast<const cvec*>(w.data) + (row + b * BLOCK) * 2;
+#pragma GCC unroll 4
+            for (long k = 0; k < BLOCK; ++k, to += NR) {
+                store(to, d0 * __builtin_convertvector(__builtin_convertvector(from8[2 * k], ivec), vec));
+                store(to + VL, d1 * __builtin_convertvector(__builtin_convertvector(from8[2 * k + 1], ivec), vec));
+            }
+        }
+    }
+    return out;
+}
+
+// Writes BLOCK weights as q * scale + minimum (4 bits) or q * scale (8 bits), if that is what they are, exactly.
+#ifdef __FLT16_MANT_DIG__
+bool compress_block(const float* w, Kind kind, int* q, float& scale, float& minimum) {
+    float low = w[0], high = w[0];
+    for (long k = 1; k < BLOCK; ++k) low = std::min(low, w[k]), high = std::max(high, w[k]);
+    const int most = kind == FOUR_BITS ? 15 : 127;
+    minimum = kind == FOUR_BITS ? low : 0.0f;
+    const float guess = kind == FOUR_BITS ? (high - low) / 15 : std::max(high, -low) / 127;
+    if (!(guess < 65504.0f)) return false;
+    for (int step : {0, 1, -1}) {  // files hold the scale in half precision
+        _Float16 half = static_cast<_Float16>(guess);
+        uint16_t bits;
+        std::memcpy(&bits, &half, 2);
+        if (step < 0 && bits == 0) continue;
+        bits = uint16_t(bits + step);
+        std::memcpy(&half, &bits, 2);
+        scale = static_cast<float>(half);
+        bool same = true;
+        for (long k = 0; k < BLOCK && same; ++k) {
+            const float x = scale > 0 ? std::nearbyint((w[k] - minimum) / scale) : 0.0f;
+            same = std::abs(x) <= most && std::fma(scale, x, minimum) == w[k];
+            q[k] = int(x);
+        }
+        if (same) return true;
+    }
+    return false;
+}
+#else
+bool compress_block(const float*, Kind, int*, float&, float&) { return false; }
+#endif
 
 struct Attention {
     const void *query, *key, *value;  // [heads][tokens][dim] with strides; key and value: this step's
@@ -417,15 +491,17 @@ void attend(const Attention& a) {  // called by every thread of a team
         a.rows[items[i].row * 4 + 1] == 1 ? decode<T>(a, items[i]) : prefill<T>(a, items[i]);
 }
 
-// y [rows][ldy] = x [rows][ldx] times the packed weight [columns][depth], plus bias unless null. For a team; `xs` is
-// room for rows * depth floats that it shares.
-void multiply_in_team(const float* x, long ldx, const float* packed, const float* bias, float* y, long ldy, long rows,
+// y [rows][ldy] = x [rows][ldx] times a weight [columns][depth], plus bias unless null. For a team; `xs` is room for
+// rows * depth floats that it shares.
+void multiply_in_team(const float* x, long ldx, const Weight& weight, const float* bias, float* y, long ldy, long rows,
                       long columns, long depth, float* xs) {
+    alignas(64) thread_local float expanded[DEPTH_TILE * NR];
     const RowTiles tiles(rows);
     const long panels = (columns + NR - 1) / NR;
     // small enough to share the work evenly when other processes take a core, large enough that the next panel is ours
     const long chunk = std::max(1L, panels / (omp_get_num_threads() * 4));
-    const long step = tiles.count > 1 ? (NR + tiles.count - 1) / tiles.count : 0;
+    const bool asks_ahead = weight.kind == FLOATS && tiles.count > 1;
+    const long step = asks_ahead ? (NR + tiles.count - 1) / tiles.count : 0;
     if (rows > 1) {
 #pragma omp for schedule(static)
         for (long t = 0; t < tiles.count; ++t)
@@ -437,12 +513,12 @@ void multiply_in_team(const float* x, long ldx, const float* packed, const float
         const int width = int(std::min<long>(NR, columns - p * NR));
         for (long k = 0; k < depth; k += DEPTH_TILE) {
             const long some = std::min(DEPTH_TILE, depth - k);
-            const float* w = packed + (p * depth + k) * NR;
+            const float* w = expand(weight, p, depth, k, some, expanded);
             for (long t = 0; t < tiles.count; ++t) {
                 const int height = tiles.height(t);
                 tile_of(height)(x + tiles.start(t) * depth + k * height, w, NR, some,
                                 k == 0 && bias ? bias + p * NR : nullptr, k > 0, y + tiles.start(t) * ldy + p * NR, ldy,
-                                width, Ahead{w + some * NR + t * some * step, step});
+                                width, Ahead{w + (asks_ahead ? some * NR + t * some * step : 0), step});
             }
         }
     }
@@ -483,54 +559,53 @@ inline void rotate(float* head, const float* cos, const float* sin, long rotary)
 // A decoder layer of the Llama kind: norm, attention, norm, gated feed-forward, each added to the residual stream.
 struct Layer {
     const float *input_norm, *query_norm, *key_norm, *middle_norm;  // query_norm and key_norm: per head, or null
-    const float *qkv, *qkv_bias, *output, *output_bias, *gate_up, *gate_up_bias, *down, *down_bias;  // packed; or null
+    Weight qkv, output, gate_up, down;
+    const float *qkv_bias, *output_bias, *gate_up_bias, *down_bias;  // or null
     long dim, inner, rotary;
     float norm_epsilon, norm_offset, head_norm_epsilon, head_norm_offset;
 };
 
+// For a team.
 void run_layer(const Layer& l, Attention a, float* hidden, const float* cos, const float* sin, float* room) {
     const long T = a.num_tokens, head_dim = a.key_dim, width = (a.num_heads + 2 * a.num_kv_heads) * head_dim;
     float* x = room;  // [T][dim]
     float* qkv = x + T * l.dim;
-    float* mixed = qkv + T * width;                        // [T][heads * head dim]
-    float* gates = mixed + T * a.num_heads * head_dim;     // [T][2 * inner]
-    float* xs = gates + T * 2 * l.inner;                   // room for the rows of any product
+    float* mixed = qkv + T * width;                     // [T][heads * head dim]
+    float* gates = mixed + T * a.num_heads * head_dim;  // [T][2 * inner]
+    float* xs = gates + T * 2 * l.inner;                // room for the rows of any product
     a.query = qkv;
     a.key = qkv + a.num_heads * head_dim;
     a.value = qkv + (a.num_heads + a.num_kv_heads) * head_dim;
     a.query_head_stride = a.key_head_stride = a.value_head_stride = head_dim;
     a.query_token_stride = a.key_token_stride = a.value_token_stride = width;
     a.out = mixed;
-#pragma omp parallel num_threads(a.num_threads)
-    {
 #pragma omp for schedule(static)
-        for (long t = 0; t < T; ++t)
-            normalize(hidden + t * l.dim, l.input_norm, x + t * l.dim, l.dim, l.norm_epsilon, l.norm_offset);
-        multiply_in_team(x, l.dim, l.qkv, l.qkv_bias, qkv, width, T, width, l.dim, xs);
+    for (long t = 0; t < T; ++t)
+        normalize(hidden + t * l.dim, l.input_norm, x + t * l.dim, l.dim, l.norm_epsilon, l.norm_offset);
+    multiply_in_team(x, l.dim, l.qkv, l.qkv_bias, qkv, width, T, width, l.dim, xs);
 #pragma omp for schedule(static)
-        for (long t = 0; t < T; ++t)
-            for (long h = 0; h < a.num_heads + a.num_kv_heads; ++h) {
-                float* head = qkv + t * width + h * head_dim;
-                const float* norm = h < a.num_heads ? l.query_norm : l.key_norm;
-                if (norm) normalize(head, norm, head, head_dim, l.head_norm_epsilon, l.head_norm_offset);
-                rotate(head, cos + t * l.rotary, sin + t * l.rotary, l.rotary);
-            }
-        attend<float>(a);
-        multiply_in_team(mixed, a.num_heads * head_dim, l.output, l.output_bias, x, l.dim, T, l.dim,
-                         a.num_heads * head_dim, xs);
-#pragma omp for schedule(static)
-        for (long t = 0; t < T; ++t) {
-            for (long d = 0; d < l.dim; ++d) hidden[t * l.dim + d] += x[t * l.dim + d];
-            normalize(hidden + t * l.dim, l.middle_norm, x + t * l.dim, l.dim, l.norm_epsilon, l.norm_offset);
+    for (long t = 0; t < T; ++t)
+        for (long h = 0; h < a.num_heads + a.num_kv_heads; ++h) {
+            float* head = qkv + t * width + h * head_dim;
+            const float* norm = h < a.num_heads ? l.query_norm : l.key_norm;
+            if (norm) normalize(head, norm, head, head_dim, l.head_norm_epsilon, l.head_norm_offset);
+            rotate(head, cos + t * l.rotary, sin + t * l.rotary, l.rotary);
         }
-        multiply_in_team(x, l.dim, l.gate_up, l.gate_up_bias, gates, 2 * l.inner, T, 2 * l.inner, l.dim, xs);
+    attend<float>(a);
+    multiply_in_team(mixed, a.num_heads * head_dim, l.output, l.output_bias, x, l.dim, T, l.dim,
+                     a.num_heads * head_dim, xs);
 #pragma omp for schedule(static)
-        for (long t = 0; t < T; ++t) gate_row(gates + t * 2 * l.inner, gates + t * 2 * l.inner + l.inner, l.inner);
-        multiply_in_team(gates, 2 * l.inner, l.down, l.down_bias, x, l.dim, T, l.dim, l.inner, xs);
-#pragma omp for schedule(static)
-        for (long t = 0; t < T; ++t)
-            for (long d = 0; d < l.dim; ++d) hidden[t * l.dim + d] += x[t * l.dim + d];
+    for (long t = 0; t < T; ++t) {
+        for (long d = 0; d < l.dim; ++d) hidden[t * l.dim + d] += x[t * l.dim + d];
+        normalize(hidden + t * l.dim, l.middle_norm, x + t * l.dim, l.dim, l.norm_epsilon, l.norm_offset);
     }
+    multiply_in_team(x, l.dim, l.gate_up, l.gate_up_bias, gates, 2 * l.inner, T, 2 * l.inner, l.dim, xs);
+#pragma omp for schedule(static)
+    for (long t = 0; t < T; ++t) gate_row(gates + t * 2 * l.inner, gates + t * 2 * l.inner + l.inner, l.inner);
+    multiply_in_team(gates, 2 * l.inner, l.down, l.down_bias, x, l.dim, T, l.dim, l.inner, xs);
+#pragma omp for schedule(static)
+    for (long t = 0; t < T; ++t)
+        for (long d = 0; d < l.dim; ++d) hidden[t * l.dim + d] += x[t * l.dim + d];
 }
 
 }  // namespace
@@ -548,11 +623,52 @@ void pack_weight(const float* weight, long columns, long depth, float* packed, i
 }
 
 // y [rows][columns] = x [rows][depth] times the packed weight, plus bias [columns] unless null.
-void linear(const float* x, const float* packed, const float* bias, float* y, long rows, long columns, long depth,
+void linear(const float* x, const Weight* weight, const float* bias, float* y, long rows, long columns, long depth,
             int num_threads) {
     float* xs = scratch(rows * depth);
 #pragma omp parallel num_threads(num_threads)
-    multiply_in_team(x, depth, packed, bias, y, columns, rows, columns, depth, xs);
+    multiply_in_team(x, depth, *weight, bias, y, columns, rows, columns, depth, xs);
+}
+
+// Packs a weight in 4 or 8 bits; returns 0 when it has values that these cannot hold. See struct Weight for the layouts;
+// depth must be a multiple of BLOCK.
+int compress_weight(const float* weight, long columns, long depth, long kind, uint8_t* data, float* scales,
+                    int num_threads) {
+    bool fits = true;
+#pragma omp parallel for num_threads(num_threads) schedule(dynamic, 1)
+    for (long panel = 0; panel < (columns + NR - 1) / NR; ++panel) {
+        for (long n = 0; n < NR; ++n) {
+            const long column = panel * NR + n;
+            for (long b = 0; b < depth / BLOCK; ++b) {
+                bool here;
+#pragma omp atomic read
+                here = fits;
+                if (!here) break;
+                int q[BLOCK] = {};
+                float scale = 0, minimum = 0;
+                if (column < columns && !compress_block(weight + column * depth + b * BLOCK, Kind(kind), q, scale, minimum)) {
+#pragma omp atomic write
+                    fits = false;
+                    break;
+                }
+                const long block = panel * (depth / BLOCK) + b;
+                if (kind == FOUR_BITS) {
+                    scales[(block * 2) * NR + n] = scale;
+                    scales[(block * 2 + 1) * NR + n] = minimum;
+                } else {
+                    scales[block * NR + n] = scale;
+                }
+                for (long k = 0; k < BLOCK; ++k) {
+                    const long row = block * BLOCK + k;
+                    if (kind == FOUR_BITS)
+                        data[row * VL + n % VL] |= uint8_t(n < VL ? q[k] : q[k] << 4);
+                    else
+                        data[row * NR + n] = uint8_t(int8_t(q[k]));
+                }
+            }
+        }
+    }
+    return fits;
 }
 
 // out = x / rms(x) * (weight + offset), per row.
@@ -574,14 +690,15 @@ void paged_attention(const Attention* a) {
     a->is_bf16 ? attend<bf16>(*a) : attend<float>(*a);
 }
 
-// hidden [tokens][dim] becomes the layer's output; cos and sin [tokens][rotary]; room: see decoder_layer_room. Of
-// `attention` the tensors of the step (query to out) and their strides are not read: the layer makes them.
-void decoder_layer(const Layer* layer, const Attention* attention, float* hidden, const float* cos, const float* sin,
-                   float* room) {
-    run_layer(*layer, *attention, hidden, cos, sin, room);
+// hidden [tokens][dim] goes through `count` layers; cos and sin [tokens][rotary]; room: see decoder_layer_room. Of
+// `attentions` the tensors of the step (query to out) and their strides are not read: the layers make them.
+void decoder_layers(const Layer* layers, const Attention* attentions, long count, float* hidden, const float* cos,
+                    const float* sin, float* room) {
+#pragma omp parallel num_threads(attentions->num_threads)
+    for (long i = 0; i < count; ++i) run_layer(layers[i], attentions[i], hidden, cos, sin, room);
 }
 
-// Floats that decoder_layer wants as room.
+// Floats that decoder_layers wants as room, for layers like this one.
 long decoder_layer_room(const Layer* layer, const Attention* a) {
     const long heads = a->num_heads * a->key_dim;
     return a->num_tokens * (layer->dim + heads + 2 * a->num_kv_heads * a->key_dim + heads + 2 * layer->inner +

@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -22,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fno-math-errno", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC")
+
+QUANTISED_BLOCK = 32
+"""Weights along the depth that share a scale in a quantised file."""
 
 _pointer, _long, _int, _float = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 
@@ -42,15 +46,42 @@ class AttentionArguments(ctypes.Structure):
     )
 
 
+class WeightArguments(ctypes.Structure):
+    """`struct Weight` of kernels.cpp, field by field."""
+
+    _fields_ = (("data", _pointer), ("scales", _pointer), ("kind", _long))
+
+
 class LayerArguments(ctypes.Structure):
     """`struct Layer` of kernels.cpp, field by field."""
 
     _fields_ = (
         *((name, _pointer) for name in ("input_norm", "query_norm", "key_norm", "middle_norm")),
-        *((f"{name}{part}", _pointer) for name in ("qkv", "output", "gate_up", "down") for part in ("", "_bias")),
+        *((name, WeightArguments) for name in ("qkv", "output", "gate_up", "down")),
+        *((f"{name}_bias", _pointer) for name in ("qkv", "output", "gate_up", "down")),
         *((name, _long) for name in ("dim", "inner", "rotary")),
         *((name, _float) for name in ("norm_epsilon", "norm_offset", "head_norm_epsilon", "head_norm_offset")),
     )
+
+
+class PackedWeight:
+    """A weight as the kernels want it. Expanded it is the same floats, whatever `bits` it is kept in.
+
+    Attributes:
+        bits: 32, or 8 or 4 for a weight whose values come from a file quantised in blocks of 32.
+        arguments: for the kernels; valid as long as this object lives.
+    """
+
+    def __init__(self, bits: int, data: torch.Tensor, scales: torch.Tensor | None) -> None:
+        self.bits = bits
+        self._tensors = (data, scales)
+        self.arguments = WeightArguments(
+            data.data_ptr(), None if scales is None else scales.data_ptr(), 0 if bits == 32 else bits
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.itemsize for tensor in self._tensors if tensor is not None)
 
 
 class Kernels:
@@ -66,32 +97,43 @@ class Kernels:
         library.panel_width.restype = _long
         self._panel_width = int(library.panel_width())
         self._pack = _declare(library, "pack_weight", _pointer, _long, _long, _pointer, _int)
-        self._linear = _declare(library, "linear", _pointer, _pointer, _pointer, _pointer, _long, _long, _long, _int)
+        self._compress = _declare(library, "compress_weight", _pointer, _long, _long, _long, _pointer, _pointer, _int)
+        self._compress.restype = _int
+        weight = ctypes.POINTER(WeightArguments)
+        self._linear = _declare(library, "linear", _pointer, weight, _pointer, _pointer, _long, _long, _long, _int)
         self._rms_norm = _declare(library, "rms_norm", _pointer, _pointer, _pointer, _long, _long, _float, _float, _int)
         self._silu_mul = _declare(library, "silu_mul", _pointer, _pointer, _long, _long, _int)
         attention, layer = ctypes.POINTER(AttentionArguments), ctypes.POINTER(LayerArguments)
         self._attention = _declare(library, "paged_attention", attention)
-        self._layer = _declare(library, "decoder_layer", layer, attention, _pointer, _pointer, _pointer, _pointer)
+        self._layers = _declare(library, "decoder_layers", layer, attention, _long, _pointer, _pointer, _pointer, _pointer)
         self._layer_room = _declare(library, "decoder_layer_room", layer, attention)
         self._layer_room.restype = _long
         self._room = torch.empty(0)
 
-    def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """Lays a weight [columns, depth] out for `linear`."""
+    def pack(self, weight: torch.Tensor, bits: Sequence[int] = (4, 8)) -> PackedWeight:
+        """Lays a weight [columns, depth] out for `linear`, in the first of `bits` that hold it exactly, else in 32."""
+        weight = weight.contiguous()
         columns, depth = weight.shape
-        panels = -(-columns // self._panel_width)
-        packed = torch.empty(panels * depth * self._panel_width)
-        self._pack(weight.contiguous().data_ptr(), columns, depth, packed.data_ptr(), torch.get_num_threads())
-        return packed
+        width, panels = self._panel_width, -(-columns // self._panel_width)
+        shape = (weight.data_ptr(), columns, depth)
+        if depth % QUANTISED_BLOCK == 0:
+            for few in bits:
+                data = torch.zeros(panels * depth * width * few // 8, dtype=torch.uint8)
+                scales = torch.zeros(panels * depth // QUANTISED_BLOCK * width * (2 if few == 4 else 1))
+                if self._compress(*shape, few, data.data_ptr(), scales.data_ptr(), torch.get_num_threads()):
+                    return PackedWeight(few, data, scales)
+        packed = torch.empty(panels * depth * width)
+        self._pack(*shape, packed.data_ptr(), torch.get_num_threads())
+        return PackedWeight(32, packed, None)
 
-    def linear(self, inputs: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, columns: int) -> torch.Tensor:
+    def linear(self, inputs: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None, columns: int) -> torch.Tensor:
         """[..., depth] times a packed weight -> [..., columns]. A row's result does not depend on the other rows."""
         inputs = inputs.contiguous()
         depth = inputs.shape[-1]
         out = inputs.new_empty(*inputs.shape[:-1], columns)
         self._linear(
             inputs.data_ptr(),
-            packed.data_ptr(),
+            ctypes.byref(packed.arguments),
             None if bias is None else bias.data_ptr(),
             out.data_ptr(),
             inputs.numel() // depth,
@@ -128,21 +170,22 @@ class Kernels:
         """Writes a step's keys and values into the paged cache (float32 or bfloat16), and attends."""
         self._attention(ctypes.byref(arguments))
 
-    def decoder_layer_(
+    def decoder_layers_(
         self,
-        layer: LayerArguments,
-        attention: AttentionArguments,
+        layers: ctypes.Array[LayerArguments],
+        attentions: ctypes.Array[AttentionArguments],
         hidden: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
     ) -> torch.Tensor:
-        """Runs a whole decoder layer on `hidden` [T, dim], in place; cos and sin [T, rotary]. All contiguous."""
-        room = self._layer_room(ctypes.byref(layer), ctypes.byref(attention))
+        """Runs decoder layers of one shape on `hidden` [T, dim], in place; cos and sin [T, rotary]. All contiguous."""
+        room = self._layer_room(layers, attentions)
         if self._room.numel() < room:
             self._room = torch.empty(room)
-        self._layer(
-            ctypes.byref(layer),
-            ctypes.byref(attention),
+        self._layers(
+            layers,
+            attentions,
+            len(layers),
             hidden.data_ptr(),
             cos.data_ptr(),
             sin.data_ptr(),
