@@ -9,33 +9,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
-import signal
 import statistics
-import subprocess
 import sys
-import tempfile
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-
-import yaml
+from collections.abc import Sequence
 
 from benchmarks.load import LoadResult, mixed_jobs, run_load
+from benchmarks.server import our_config, ray_serve
 
-ROOT = Path(__file__).resolve().parents[1]
-START_TIMEOUT_S = 180
 MIN_SPEEDUP, MAX_TTFT_RATIO = 3.0, 1 / 3
-
-
-def our_config(port: int) -> dict[str, object]:
-    """serve_config.yaml as it is, on another port."""
-    config = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
-    config["http_options"]["port"] = port
-    return dict(config)
 
 
 def naive_config(port: int, max_batch_size: int) -> dict[str, object]:
@@ -47,50 +28,6 @@ def naive_config(port: int, max_batch_size: int) -> dict[str, object]:
         "args": {"max_batch_size": max_batch_size},
     }
     return {"http_options": {"host": "127.0.0.1", "port": port}, "applications": [application]}
-
-
-@contextmanager
-def serving(config: dict[str, object], port: int) -> Iterator[str]:
-    """Runs `serve run` with a config until the block ends; yields the URL."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "config.yaml"
-        path.write_text(yaml.safe_dump(config))
-        log = (Path(folder) / "log").open("w+")
-        command = [str(Path(sys.executable).parent / "serve"), "run", "--app-dir", str(ROOT), str(path)]
-        server = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=_environment(), start_new_session=True
-        )
-        try:
-            url = f"http://127.0.0.1:{port}"
-            _wait_until_up(server, url, log.name)
-            yield url
-        finally:
-            server.send_signal(signal.SIGINT)
-            try:
-                server.wait(timeout=60)
-            except subprocess.TimeoutExpired:
-                os.killpg(server.pid, signal.SIGKILL)
-                server.wait()
-
-
-def _environment() -> dict[str, str]:
-    """What `make serve` runs in: the switches of serve.env, for the baseline as for ours."""
-    lines = (ROOT / "serve.env").read_text().splitlines()
-    return {**os.environ, **dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))}
-
-
-def _wait_until_up(server: subprocess.Popen[bytes], url: str, log: str) -> None:
-    body = b'{"prompt": "hello", "max_tokens": 1}'
-    for _ in range(START_TIMEOUT_S):
-        if server.poll() is not None:
-            break
-        try:
-            request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
-            with urllib.request.urlopen(request, timeout=60):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(1)
-    raise SystemExit(f"the server did not come up:\n{Path(log).read_text()[-3000:]}")
 
 
 def report(name: str, result: LoadResult) -> None:
@@ -126,7 +63,8 @@ def main() -> int:
     results: dict[str, list[LoadResult]] = {name: [] for name in configs}
     for repeat in range(args.repeats):
         for name, config in configs.items():
-            with serving(config, args.port) as url:
+            with ray_serve(config, args.port) as server:
+                url = server.url
                 model = "smollm2-135m-instruct"
                 asyncio.run(run_load(url, model, mixed_jobs(4, 99, words, tokens), 4))  # warm up
                 jobs = mixed_jobs(args.requests, repeat, words, tokens, long_tail=args.long_tail)

@@ -82,6 +82,12 @@ class LoadResult:
         return self.quantile([outcome.ttft_s for outcome in self.outcomes], 0.5)
 
     @property
+    def tpot_p50_s(self) -> float:
+        """Time per output token after the first."""
+        per_token = [(o.total_s - o.ttft_s) / (o.num_tokens - 1) for o in self.outcomes if o.num_tokens > 1]
+        return self.quantile(per_token, 0.5)
+
+    @property
     def gap_p50_s(self) -> float:
         return self.quantile([gap for outcome in self.outcomes for gap in outcome.gaps_s], 0.5)
 
@@ -122,6 +128,28 @@ async def run_load(url: str, model: str, jobs: Sequence[Job], concurrency: int, 
 
         started_at = time.perf_counter()
         await asyncio.gather(*(worker() for _ in range(concurrency)))
+        return LoadResult(outcomes, errors, time.perf_counter() - started_at)
+
+
+async def run_open_load(url: str, model: str, jobs: Sequence[Job], rate: float, timeout_s: float = 600) -> LoadResult:
+    """Sends the jobs as a Poisson process of `rate` requests per second, whether or not earlier ones have ended."""
+    rng = random.Random(len(jobs))
+    outcomes: list[Outcome] = []
+    errors: list[str] = []
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
+
+        async def send(job: Job) -> None:
+            try:
+                outcomes.append(await _send(session, url, model, job))
+            except (aiohttp.ClientError, TimeoutError, RuntimeError) as error:
+                errors.append(repr(error))
+
+        started_at = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for job in jobs:
+                group.create_task(send(job))
+                await asyncio.sleep(rng.expovariate(rate))
         return LoadResult(outcomes, errors, time.perf_counter() - started_at)
 
 

@@ -29,8 +29,6 @@ constexpr int NR = 2 * VL;  // columns of a register tile, and of a packed panel
 typedef float vec __attribute__((vector_size(VL * 4), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(VL * 4), aligned(4), may_alias));
 typedef uint16_t hvec __attribute__((vector_size(VL * 2), aligned(2), may_alias));
-typedef uint8_t bvec __attribute__((vector_size(VL), aligned(1), may_alias));
-typedef int8_t cvec __attribute__((vector_size(VL), aligned(1), may_alias));
 typedef uint32_t uvec __attribute__((vector_size(VL * 4)));
 
 struct bf16 {
@@ -183,7 +181,7 @@ enum Kind : long { FLOATS = 0, FOUR_BITS = 4, EIGHT_BITS = 8 };
 constexpr long BLOCK = 32;
 
 struct Weight {
-    const void* data;     // [panels][depth][NR] floats or bytes; 4 bits: [panels][depth][VL], column j low, j + VL high
+    const void* data;     // [panels][depth][NR] floats; else [panels][depth / n][NR] words of n = 32 / kind values each
     const float* scales;  // 4 bits: [panels][depth / BLOCK][scale, minimum][NR]; 8 bits: [panels][depth / BLOCK][NR]
     Kind kind;
 };
@@ -192,26 +190,27 @@ struct Weight {
 const float* expand(const Weight& w, long panel, long depth, long from, long count, float* out) {
     const long row = panel * depth + from, block = row / BLOCK;
     if (w.kind == FLOATS) return static_cast<const float*>(w.data) + row * NR;
+    const int32_t* words = static_cast<const int32_t*>(w.data) + row / (32 / w.kind) * NR;
     for (long b = 0; b < count / BLOCK; ++b) {
         float* to = out + b * BLOCK * NR;
-        if (w.kind == FOUR_BITS) {
-            const float* scale = w.scales + (block + b) * 2 * NR;
-            const vec d0 = load(scale), d1 = load(scale + VL), m0 = load(scale + NR), m1 = load(scale + NR + VL);
-            const bvec* from4 = static_cast<const bvec*>(w.data) + row + b * BLOCK;
+        for (int half = 0; half < NR; half += VL) {
+            if (w.kind == FOUR_BITS) {
+                const float* scale = w.scales + (block + b) * 2 * NR + half;
+                const vec d = load(scale), m = load(scale + NR);
+                for (long k = 0; k < BLOCK; k += 8) {
+                    const ivec word = *reinterpret_cast<const ivec*>(words + (b * BLOCK + k) / 8 * NR + half);
+#pragma GCC unroll 8
+                    for (int j = 0; j < 8; ++j)
+                        store(to + (k + j) * NR + half, d * __builtin_convertvector((word >> (4 * j)) & 15, vec) + m);
+                }
+            } else {
+                const vec d = load(w.scales + (block + b) * NR + half);
+                for (long k = 0; k < BLOCK; k += 4) {
+                    const ivec word = *reinterpret_cast<const ivec*>(words + (b * BLOCK + k) / 4 * NR + half);
 #pragma GCC unroll 4
-            for (long k = 0; k < BLOCK; ++k, to += NR) {
-                const ivec both = __builtin_convertvector(from4[k], ivec);
-                store(to, d0 * __builtin_convertvector(both & 15, vec) + m0);
-                store(to + VL, d1 * __builtin_convertvector(both >> 4, vec) + m1);
-            }
-        } else {
-            const float* scale = w.scales + (block + b) * NR;
-            const vec d0 = load(scale), d1 = load(scale + VL);
-            const cvec* from8 = static_cast<const cvec*>(w.data) + (row + b * BLOCK) * 2;
-#pragma GCC unroll 4
-            for (long k = 0; k < BLOCK; ++k, to += NR) {
-                store(to, d0 * __builtin_convertvector(__builtin_convertvector(from8[2 * k], ivec), vec));
-                store(to + VL, d1 * __builtin_convertvector(__builtin_convertvector(from8[2 * k + 1], ivec), vec));
+                    for (int j = 0; j < 4; ++j)
+                        store(to + (k + j) * NR + half, d * __builtin_convertvector((word << (24 - 8 * j)) >> 24, vec));
+                }
             }
         }
     }
@@ -630,9 +629,9 @@ void linear(const float* x, const Weight* weight, const float* bias, float* y, l
     multiply_in_team(x, depth, *weight, bias, y, columns, rows, columns, depth, xs);
 }
 
-// Packs a weight in 4 or 8 bits; returns 0 when it has values that these cannot hold. See struct Weight for the layouts;
+// Packs a weight in 4 or 8 bits, into words that are 0; returns 0 when it has values that these cannot hold. See struct Weight for the layouts;
 // depth must be a multiple of BLOCK.
-int compress_weight(const float* weight, long columns, long depth, long kind, uint8_t* data, float* scales,
+int compress_weight(const float* weight, long columns, long depth, long kind, uint32_t* words, float* scales,
                     int num_threads) {
     bool fits = true;
 #pragma omp parallel for num_threads(num_threads) schedule(dynamic, 1)
@@ -658,13 +657,10 @@ int compress_weight(const float* weight, long columns, long depth, long kind, ui
                 } else {
                     scales[block * NR + n] = scale;
                 }
-                for (long k = 0; k < BLOCK; ++k) {
-                    const long row = block * BLOCK + k;
-                    if (kind == FOUR_BITS)
-                        data[row * VL + n % VL] |= uint8_t(n < VL ? q[k] : q[k] << 4);
-                    else
-                        data[row * NR + n] = uint8_t(int8_t(q[k]));
-                }
+                const long per_word = 32 / kind;
+                for (long k = 0; k < BLOCK; ++k)
+                    words[(block * BLOCK + k) / per_word * NR + n] |=
+                        (uint32_t(q[k]) & ((1u << kind) - 1)) << (k % per_word * kind);
             }
         }
     }
