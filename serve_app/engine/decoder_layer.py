@@ -113,15 +113,20 @@ def fuse_layers(model: PreTrainedModel, backend: NativeAttention, probes: Mappin
     """Replaces the decoder layers of a float32 CPU model that have a replacement; returns how many."""
     count = 0
     calls = _record_calls(model)
-    for parent in list(model.modules()):
-        originals = [layer for layer in parent.children() if layer in calls]
-        for name, layer in list(parent.named_children()):
-            candidate = _candidate(layer, calls[layer], backend.kernels, probes) if layer in calls else None
-            if candidate is not None and _agree(layer, candidate, calls[layer], backend, probes):
+    parents = [module for module in model.modules() if any(child in calls for child in module.children())]
+    for parent in parents:
+        names = [name for name, child in parent.named_children() if child in calls]
+        positions = []
+        for name in names:  # nothing holds a layer that is replaced, so that its weights go as soon as they are packed
+            layer = getattr(parent, name)
+            call = calls.pop(layer)
+            candidate = _candidate(layer, call, backend.kernels, probes)
+            if candidate is not None and _agree(layer, candidate, call, backend, probes):
                 setattr(parent, name, candidate)
+                positions.append(call["position_embeddings"])
                 count += 1
-        if isinstance(parent, nn.ModuleList) and len(originals) == len(parent) > 1:
-            _join(parent, [calls[layer]["position_embeddings"] for layer in originals])
+        if isinstance(parent, nn.ModuleList) and len(positions) == len(parent) > 1:
+            _join(parent, positions)
     return count
 
 

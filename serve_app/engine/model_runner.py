@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 from collections.abc import Sequence
 
+import numpy
 import torch
 from transformers import PreTrainedModel
 
@@ -222,7 +224,12 @@ def _allocate(
     """Zeroed caches (padding that is gathered is multiplied by a weight of 0, so it must not hold NaN)."""
 
     def zeros(layer: LayerProbe, head_dim: int) -> torch.Tensor:
-        return torch.zeros(layer.num_kv_heads, num_blocks, block_size, head_dim, dtype=layer.dtype, device=device)
+        shape = (layer.num_kv_heads, num_blocks, block_size, head_dim)
+        if device.type != "cpu":
+            return torch.zeros(shape, dtype=layer.dtype, device=device)
+        # numpy asks the system for zeroed memory, which takes no room until it is written; torch.zeros writes it
+        raw = torch.from_numpy(numpy.zeros(math.prod(shape) * layer.dtype.itemsize, numpy.uint8))
+        return raw.view(layer.dtype).view(shape)
 
     return {
         index: LayerCache(zeros(layer, layer.key_dim), zeros(layer, layer.value_dim)) for index, layer in layers.items()

@@ -196,13 +196,18 @@ const float* expand(const Weight& w, long panel, long depth, long from, long cou
         for (int half = 0; half < NR; half += VL) {
             if (w.kind == FOUR_BITS) {
                 const float* scale = w.scales + (block + b) * 2 * NR + half;
-                const vec d = load(scale), m = load(scale + NR);
-                for (long k = 0; k < BLOCK; k += 8) {
+                const vec m = load(scale + NR);
+                // value j of a word is left where it is: as a number it is 16^j times as large, and its scale as much smaller
+                vec d[8] = {load(scale)};
+                for (int j = 1; j < 8; ++j) d[j] = d[j - 1] * 0.0625f;
+                for (long k = 0; k < BLOCK; k += 8, to += 8 * NR) {
                     const ivec word = *reinterpret_cast<const ivec*>(words + (b * BLOCK + k) / 8 * NR + half);
-#pragma GCC unroll 8
-                    for (int j = 0; j < 8; ++j)
-                        store(to + (k + j) * NR + half, d * __builtin_convertvector((word >> (4 * j)) & 15, vec) + m);
+#pragma GCC unroll 7
+                    for (int j = 0; j < 7; ++j)
+                        store(to + j * NR + half, d[j] * __builtin_convertvector(word & (15 << (4 * j)), vec) + m);
+                    store(to + 7 * NR + half, d[0] * __builtin_convertvector((word >> 28) & 15, vec) + m);
                 }
+                to -= BLOCK * NR;
             } else {
                 const vec d = load(w.scales + (block + b) * NR + half);
                 for (long k = 0; k < BLOCK; k += 4) {
