@@ -74,6 +74,9 @@ class IngressLimits(Section):
     max_body_bytes: int = Field(default=4 * 1024 * 1024, ge=1)
     body_timeout_s: float = Field(default=30.0, gt=0)
     """A body that is not complete by then gets 408."""
+    request_timeout_s: float | None = Field(default=None, gt=0)
+    """No call takes longer, waiting or running: then its work ends with 504, or with an error event in a stream that has
+    begun. A caller may ask for less (X-Request-Timeout-Seconds). When absent there is no limit."""
     allow_chat_template: bool = False
     """Whether callers may bring their own chat template (it runs in a sandbox, but for as long as it likes)."""
 

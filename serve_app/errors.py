@@ -15,6 +15,7 @@ ServeAppError
 │   └── UnsupportedMediaTypeError  415
 ├── OverloadedError                429  rate_limit_error, with Retry-After
 ├── RequestCancelledError          499  the caller left or cancelled
+├── DeadlineError                  504  not done in the time that the caller, or the server, allows
 ├── GenerationError                500  server_error: this request's own work, or its step, failed
 └── EngineUnavailableError         503  the engine is dead, draining or not there
 
@@ -125,6 +126,14 @@ class RequestCancelledError(ServeAppError):
 
     status = 499
     type = "cancelled"
+
+
+class DeadlineError(ServeAppError):
+    """The time that the caller or the server allows is over; the work has ended."""
+
+    status = 504
+    type = "timeout_error"
+    code = "deadline_exceeded"
 
 
 class GenerationError(ServeAppError):

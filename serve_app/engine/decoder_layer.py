@@ -71,7 +71,7 @@ class NativeLayer:
         attention: Any = layer.self_attn
         mlp: Any = layer.mlp
         self._kernels = kernels
-        self._kept: list[Any] = [norms]  # what the arguments point to
+        self._kept: list[Any] = [norms, probe]  # what the arguments point to
         self.layer_idx: int = attention.layer_idx
         self.shape = (attention.q_proj.in_features, mlp.gate_proj.out_features, rotary, probe.num_kv_heads, probe.key_dim)
         before, middle, query, key = norms

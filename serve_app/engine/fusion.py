@@ -65,7 +65,7 @@ def fused_norm(module: object, kernels: Kernels) -> NativeRMSNorm | None:
     if not isinstance(module, nn.Module) or not isinstance(epsilon, float) or weight.dtype != torch.float32:
         return None
     for offset in (0.0, 1.0):  # Gemma's norm multiplies by 1 + weight
-        candidate = NativeRMSNorm(kernels, weight, epsilon, offset)
+        candidate = NativeRMSNorm(kernels, weight.detach().clone(), epsilon, offset)
         if _agree(module, candidate, weight.shape[0]):
             return candidate
     return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import inspect
 import itertools
 import math
@@ -123,6 +125,7 @@ class ModelRunner:
             scratch = _allocate(layers, PROOF_NUM_BLOCKS, PROOF_BLOCK_SIZE, model.device)
             proof.check(PackedForward(model, scratch, PROOF_BLOCK_SIZE, backend))
             self._num_blocks = self._choose_num_blocks(layers, kv_cache_tokens, model.device)
+            _return_freed_memory(model)
             caches = _allocate(layers, self._num_blocks, block_size, model.device)
         self._forward = PackedForward(model, caches, block_size, backend)
         self._vocab_size = int(model.config.get_text_config().vocab_size)
@@ -197,6 +200,22 @@ class ModelRunner:
             for (sequence, _), logprobs in zip(rows, found, strict=True):
                 scored.setdefault(sequence.request.request_id, []).append(logprobs)
         return scored
+
+
+def _return_freed_memory(model: PreTrainedModel) -> None:
+    """Gives the memory of replaced weights back to the system.
+
+    What is left of the weights is copied, because one tensor of a mapped file keeps the whole file mapped; and glibc's
+    allocator is told to keep nothing.
+    """
+    if model.device.type != "cpu":
+        return
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _choose_attention(model: PreTrainedModel, kernels: Kernels | None) -> AttentionBackend:

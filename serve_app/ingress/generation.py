@@ -7,9 +7,10 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Self
 
 from serve_app.engine.request import FinishReason, RequestFailure, TokenLogprobs, TokenOutput, UserRequest
-from serve_app.errors import ContextLengthError, GenerationError
+from serve_app.errors import ContextLengthError, DeadlineError, GenerationError
 from serve_app.ingress.engine_client import EngineClient
 from serve_app.ingress.prompts import Prompt
 from serve_app.ingress.schema.generation import GenerationRequest
@@ -17,6 +18,24 @@ from serve_app.models.facts import ModelFacts
 from serve_app.text.assembler import TextAssembler, TextDelta, TokenPiece
 from serve_app.text.reasoning import ReasoningSplitter
 from serve_app.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """When a call must be done.
+
+    Attributes:
+        timeout_s: how long it may take.
+        at: when that is over, on the event loop's clock.
+    """
+
+    timeout_s: float
+    at: float
+
+    @classmethod
+    def after(cls, timeout_s: float) -> Self:
+        """A deadline that begins now."""
+        return cls(timeout_s, asyncio.get_running_loop().time() + timeout_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +99,7 @@ class Generation:
         facts: the model's context and recommended sampling.
         request_id: the caller's name of the call, for the log.
         reasoning_tags: what opens and closes the model's reasoning, when that is to be split off.
+        deadline: when its work ends, done or not.
 
     Raises:
         ContextLengthError: a prompt, or a prompt with the tokens asked for, does not fit.
@@ -96,11 +116,13 @@ class Generation:
         *,
         request_id: str,
         reasoning_tags: tuple[str, str] | None = None,
+        deadline: Deadline | None = None,
     ) -> None:
         self._request = request
         self._client = client
         self._tokenizer = tokenizer
         self._reasoning_tags = reasoning_tags
+        self._deadline = deadline
         self.usage = Usage(sum(len(prompt.token_ids) for prompt in prompts))
         self.num_choices = len(prompts) * request.n
         call_id = f"{request_id}.{uuid.uuid4().hex[:12]}"  # a caller may use his id twice
@@ -118,10 +140,15 @@ class Generation:
                 self._choices.append((prompt, user_request))
 
     async def deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
-        """The deltas of all choices as they come; counts `usage`. Closing it cancels what still runs."""
+        """The deltas of all choices as they come; counts `usage`. Closing it cancels what still runs.
+
+        Raises:
+            DeadlineError: the time is over; what still ran is cancelled.
+        """
         streams = [self._one(index, prompt, request) for index, (prompt, request) in enumerate(self._choices)]
-        async with aclosing(streams[0] if len(streams) == 1 else _merge(streams)) as merged:
-            async for choice_delta in merged:
+        merged = streams[0] if len(streams) == 1 else _merge(streams)
+        async with aclosing(merged if self._deadline is None else _until(self._deadline, merged)) as deltas:
+            async for choice_delta in deltas:
                 self.usage.completion_tokens += choice_delta.delta.num_tokens
                 yield choice_delta
 
@@ -205,6 +232,20 @@ def _token_limit(request: GenerationRequest, num_prompt_tokens: int, max_model_l
         )
     # the engine draws at least one token, also for a caller who only wants his prompt scored
     return max_model_len - num_prompt_tokens if asked is None else max(asked, 1)
+
+
+async def _until(deadline: Deadline, items: AsyncGenerator[ChoiceDelta, None]) -> AsyncGenerator[ChoiceDelta, None]:
+    """Items that come in time. Closing it closes the source."""
+    async with aclosing(items):
+        while True:
+            try:
+                async with asyncio.timeout_at(deadline.at):
+                    item = await anext(items)
+            except StopAsyncIteration:
+                return
+            except TimeoutError:
+                raise DeadlineError(f"The call was not done within {deadline.timeout_s:g} s.") from None
+            yield item
 
 
 async def _merge(streams: Sequence[AsyncGenerator[ChoiceDelta, None]]) -> AsyncGenerator[ChoiceDelta, None]:

@@ -35,6 +35,7 @@ REFUSALS = {
     "415": "The body is not UTF-8",
     "429": "Busy; see Retry-After",
     "500": "This request failed",
+    "504": "Not done in time",
     "503": "No model replica can serve",
 }
 REFERENCES = "#/components/schemas/{model}"

@@ -29,7 +29,7 @@ from serve_app.ingress.answers import (
 )
 from serve_app.ingress.body import read_json
 from serve_app.ingress.engine_client import EngineClient
-from serve_app.ingress.generation import ChoiceDelta, Generation
+from serve_app.ingress.generation import ChoiceDelta, Deadline, Generation
 from serve_app.ingress.openapi import describe, page
 from serve_app.ingress.prompts import Prompt, Prompter
 from serve_app.ingress.rendering import ChatRenderer, CompletionRenderer, Json, Renderer
@@ -45,6 +45,7 @@ from serve_app.text.tokenizer import Tokenizer
 
 VERSION = version("serve_app")
 REQUEST_ID_HEADER = "X-Request-Id"
+TIMEOUT_HEADER = "X-Request-Timeout-Seconds"
 
 
 class NamesAModel(Protocol):
@@ -231,6 +232,7 @@ class Api:
             self._facts,
             request_id=request_id,
             reasoning_tags=reasoning_tags,
+            deadline=self._deadline(request),
         )
         # Serve gives every request that header, and echoes it; without Serve it is ours to echo
         headers = {} if REQUEST_ID_HEADER in request.headers else {REQUEST_ID_HEADER: request_id}
@@ -239,6 +241,16 @@ class Api:
             return JSONResponse(renderer.whole(choices, generation.usage), headers=headers)
         deltas = await until_disconnect(request.receive, Primed.wait(generation.deltas()))
         return stream_kind(_events(generation, deltas, renderer), deltas, headers)
+
+    def _deadline(self, request: Request) -> Deadline | None:
+        """The caller's, but no later than the server's. Raises `RequestError`."""
+        header = request.headers.get(TIMEOUT_HEADER)
+        limits = [] if self.limits.request_timeout_s is None else [self.limits.request_timeout_s]
+        if header is not None:
+            if re.fullmatch(r"\d{1,9}(\.\d{1,9})?", header) is None or float(header) == 0:
+                raise RequestError(f"{TIMEOUT_HEADER} must be a number of seconds above 0.", TIMEOUT_HEADER)
+            limits.append(float(header))
+        return Deadline.after(min(limits)) if limits else None
 
     def _check_model(self, name: str) -> None:
         if name != self._model_name:

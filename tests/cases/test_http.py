@@ -767,3 +767,63 @@ def test_br_133_an_engine_that_is_gone_is_not_an_empty_200(stream):
         assert answer.json()["error"]["code"] == "engine_unavailable"
         assert server.http.get("/ready").status_code == 503
         assert server.http.get("/health").status_code == 200
+
+
+def test_br_131_deadlines():
+    slow = ScriptedRunner(counting, max_model_len=4096, num_blocks=4096, step_s=0.005)
+    with serving(slow, max_batch_size=1, limits=IngressLimits(request_timeout_s=5)) as server:
+        body, asked = {"prompt": "x", "max_tokens": 4000}, {"X-Request-Timeout-Seconds": "0.3"}
+        started = time.monotonic()
+        answer = server.http.post("/v1/completions", json=body, headers=asked)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+        raw = server.http.post("/v1/completions", json={**body, "stream": True}, headers=asked).text
+        assert '"text":' in raw
+        assert raw.count("deadline_exceeded") == 1
+        assert "[DONE]" not in raw
+        assert time.monotonic() - started < 3
+        server.wait_until_idle()
+        with ThreadPoolExecutor(1) as pool:  # one that only waits
+            running = pool.submit(server.ask, "running", max_tokens=150)
+            while not server.engine.stats().num_running:
+                time.sleep(0.001)
+            answer = server.http.post("/v1/completions", json=body, headers=asked)
+            assert answer.status_code == 504
+            assert running.result().usage["completion_tokens"] == 150
+        server.wait_until_idle()
+        assert server.engine.stats().num_drawn_tokens < 150 + 2 * 120
+        for wrong in ("0", "-1", "nan", "1e3", "soon", ""):
+            answer = server.http.post("/v1/completions", json=body, headers={"X-Request-Timeout-Seconds": wrong})
+            assert answer.status_code == 400, wrong
+            assert answer.json()["error"]["param"] == "X-Request-Timeout-Seconds"
+        server.api.limits = IngressLimits(request_timeout_s=0.2)
+        assert server.http.post("/v1/completions", json=body).status_code == 504
+        later = server.http.post("/v1/completions", json=body, headers={"X-Request-Timeout-Seconds": "60"})
+        assert later.status_code == 504  # the server's own limit is the longest
+
+
+def test_br_091_slow_readers_slow_nobody_else_and_get_all_of_it():
+    with serving(ScriptedRunner(counting, max_model_len=4096, num_blocks=8192, step_s=0.001), max_batch_size=16) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        body = json.dumps({"prompt": "a", "max_tokens": 2000, "stream": True, "ignore_eos": True}).encode()
+        alone = server.ask("fast", stream=True, max_tokens=200)
+        slow = []
+        for _ in range(6):
+            connection = socket.socket()
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect((host, int(port)))
+            connection.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+            )
+            slow.append(connection)
+        with ThreadPoolExecutor(4) as pool:
+            fast = list(pool.map(lambda _: server.ask("fast", stream=True, max_tokens=200), range(4)))
+        assert all(answer.text == alone.text for answer in fast)
+        expected = server.ask("a", max_tokens=2000, ignore_eos=True).text
+        for connection in slow:  # at last they read
+            raw = b""
+            while b"[DONE]" not in raw:
+                raw += connection.recv(65536)
+            connection.close()
+            lines = [line for line in raw.replace(b"\r\n", b"\n").split(b"\n") if line.startswith(b"data: {")]
+            assert "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines) == expected
+            assert len(lines) < 2000  # what had waited came in larger pieces
