@@ -45,10 +45,6 @@ class Server:
         mine = set(self.processes())
         return sum((int(fields[11]) + int(fields[12])) / TICKS_PER_S for pid, fields in _stats() if pid in mine)
 
-    def memory_bytes(self) -> int:
-        """Memory of all its processes; what they share counts once (proportional set size)."""
-        return sum(_memory(pid) for pid in self.processes())
-
     def largest_peak_bytes(self) -> int:
         """The highest resident memory that any one of its processes ever had."""
         return max(_peak(pid) for pid in self.processes())
@@ -64,20 +60,12 @@ def _stats() -> Iterator[tuple[int, list[str]]]:
             yield int(entry.name), text[text.rindex(")") + 2 :].split()
 
 
-def _line(pid: int, file: str, name: str) -> int:
+def _peak(pid: int) -> int:
     try:
-        lines = Path(f"/proc/{pid}/{file}").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
         return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name)), 0)
-
-
-def _memory(pid: int) -> int:
-    return _line(pid, "smaps_rollup", "Pss:")
-
-
-def _peak(pid: int) -> int:
-    return _line(pid, "status", "VmHWM:")
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
 
 
 @contextmanager
@@ -131,14 +119,18 @@ def our_config(port: int) -> dict[str, object]:
     return dict(config)
 
 
+def serve_switches() -> dict[str, str]:
+    """The environment variables of serve.env."""
+    lines = (ROOT / "serve.env").read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+
+
 @contextmanager
 def ray_serve(config: dict[str, object], port: int) -> Iterator[Server]:
     """Runs `serve run` with a config, under the switches of serve.env as `make serve` does."""
-    lines = (ROOT / "serve.env").read_text().splitlines()
-    switches = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.yaml"
         path.write_text(yaml.safe_dump(config))
         command = [str(Path(sys.executable).parent / "serve"), "run", "--app-dir", str(ROOT), str(path)]
-        with running(command, f"http://127.0.0.1:{port}", environment=switches) as server:
+        with running(command, f"http://127.0.0.1:{port}", environment=serve_switches()) as server:
             yield server

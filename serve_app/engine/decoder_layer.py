@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from serve_app.engine.attention.backend import AttentionProbe, AttentionStep, LayerProbe
-from serve_app.engine.attention.layout import LayerCache, PackedLayout, Segment
+from serve_app.engine.attention.layout import PackedLayout, Segment
 from serve_app.engine.attention.native import NativeAttention, attention_arguments, set_step
 from serve_app.engine.fusion import NativeRMSNorm, fused_norm
 from serve_app.engine.native.kernels import AttentionArguments, Kernels, LayerArguments
@@ -73,7 +73,9 @@ class NativeLayer:
         self._kernels = kernels
         self._kept: list[Any] = [norms, probe]  # what the arguments point to
         self.layer_idx: int = attention.layer_idx
-        self.shape = (attention.q_proj.in_features, mlp.gate_proj.out_features, rotary, probe.num_kv_heads, probe.key_dim)
+        num_heads = attention.q_proj.out_features // probe.key_dim
+        heads = (num_heads, probe.num_kv_heads, probe.key_dim, rotary)
+        self.shape = (attention.q_proj.in_features, mlp.gate_proj.out_features, *heads)
         before, middle, query, key = norms
         self.layer = LayerArguments(
             input_norm=before.weight.data_ptr(),
@@ -92,8 +94,7 @@ class NativeLayer:
         self._pack("output", attention.o_proj)
         self._pack("gate_up", mlp.gate_proj, mlp.up_proj)
         self._pack("down", mlp.down_proj)
-        num_heads = attention.q_proj.out_features // probe.key_dim
-        self.attention = attention_arguments(probe.call, num_heads, scratch_cache(probe, 1, 1))
+        self.attention = attention_arguments(probe.call, num_heads, probe.new_cache(1, 1, torch.device("cpu")))
 
     def _pack(self, name: str, *linears: nn.Linear) -> None:
         weights: list[torch.Tensor] = [linear.weight for linear in linears]
@@ -205,17 +206,8 @@ def _agree(
     outputs = []
     for module in (layer, candidate):
         layout = PackedLayout([Segment(TRIAL_TOKENS, TRIAL_TOKENS, [1, 0])], TRIAL_TOKENS - 1, hidden.device)
-        caches = {attention.layer_idx: scratch_cache(probes[attention.layer_idx], 2, TRIAL_TOKENS - 1)}
+        caches = {attention.layer_idx: probes[attention.layer_idx].new_cache(2, TRIAL_TOKENS - 1, hidden.device)}
         step = AttentionStep(layout, caches, backend)
         outputs.append(module(hidden.clone(), **{**call, "attention_step": step}))
     expected, given = outputs
     return isinstance(expected, torch.Tensor) and torch.allclose(expected, given, rtol=1e-3, atol=1e-4)
-
-
-def scratch_cache(probe: LayerProbe, num_blocks: int, block_size: int) -> LayerCache:
-    """A small zeroed cache of a layer."""
-
-    def zeros(head_dim: int) -> torch.Tensor:
-        return torch.zeros(probe.num_kv_heads, num_blocks, block_size, head_dim, dtype=probe.dtype)
-
-    return LayerCache(zeros(probe.key_dim), zeros(probe.value_dim))

@@ -6,10 +6,8 @@ import ctypes
 import gc
 import inspect
 import itertools
-import math
 from collections.abc import Sequence
 
-import numpy
 import torch
 from transformers import PreTrainedModel
 
@@ -240,16 +238,4 @@ def _row_sampling(row: PlannedRow) -> RowSampling:
 def _allocate(
     layers: dict[int, LayerProbe], num_blocks: int, block_size: int, device: torch.device
 ) -> dict[int, LayerCache]:
-    """Zeroed caches (padding that is gathered is multiplied by a weight of 0, so it must not hold NaN)."""
-
-    def zeros(layer: LayerProbe, head_dim: int) -> torch.Tensor:
-        shape = (layer.num_kv_heads, num_blocks, block_size, head_dim)
-        if device.type != "cpu":
-            return torch.zeros(shape, dtype=layer.dtype, device=device)
-        # numpy asks the system for zeroed memory, which takes no room until it is written; torch.zeros writes it
-        raw = torch.from_numpy(numpy.zeros(math.prod(shape) * layer.dtype.itemsize, numpy.uint8))
-        return raw.view(layer.dtype).view(shape)
-
-    return {
-        index: LayerCache(zeros(layer, layer.key_dim), zeros(layer, layer.value_dim)) for index, layer in layers.items()
-    }
+    return {index: layer.new_cache(num_blocks, block_size, device) for index, layer in layers.items()}

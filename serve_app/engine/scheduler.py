@@ -157,9 +157,11 @@ class Scheduler:
         for sequence in self.waiting[: 2 * self.max_batch_size]:  # as far as rows that wait to share may be passed
             if len(self.running) >= self.max_batch_size:
                 break
-            if self._is_next_block_in_progress(sequence):
+            hashes = self._shareable_hashes(sequence)
+            shared = self.ledger.match(hashes)
+            if len(shared) < len(hashes) and hashes[len(shared)] in self._in_progress:
                 continue
-            if not self._take_blocks(sequence):
+            if not self._take_blocks(sequence, shared):
                 break
             self.waiting.remove(sequence)
             sequence.move(Status.PREFILL)
@@ -172,15 +174,9 @@ class Scheduler:
         # the last token is always computed: its logits are wanted
         return sequence.block_hashes(self.ledger.block_size, (sequence.num_tokens - 1) // self.ledger.block_size)
 
-    def _is_next_block_in_progress(self, sequence: Sequence) -> bool:
-        hashes = self._shareable_hashes(sequence)
-        known = len(self.ledger.match(hashes))
-        return known < len(hashes) and hashes[known] in self._in_progress
-
-    def _take_blocks(self, sequence: Sequence) -> bool:
-        """Gives a waiting sequence blocks for all its known tokens, shared ones where its prefix is known."""
+    def _take_blocks(self, sequence: Sequence, shared: list[int]) -> bool:
+        """Gives a waiting sequence blocks for all its known tokens, first the `shared` ones; False if too few are free."""
         ledger = self.ledger
-        shared = ledger.match(self._shareable_hashes(sequence))
         num_new = ledger.blocks_for(sequence.num_tokens) - len(shared)
         reserve = len(self.running)  # one block each, so that admission does not cause a preemption at once
         if num_new + reserve > ledger.num_free_after_sharing(shared):

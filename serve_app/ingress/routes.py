@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from importlib.metadata import version
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -46,13 +46,6 @@ from serve_app.text.tokenizer import Tokenizer
 VERSION = version("serve_app")
 REQUEST_ID_HEADER = "X-Request-Id"
 TIMEOUT_HEADER = "X-Request-Timeout-Seconds"
-
-
-class NamesAModel(Protocol):
-    """A request that may say which model it is for."""
-
-    @property
-    def model(self) -> str | None: ...
 
 
 SchemaT = TypeVar("SchemaT", bound=Schema)
@@ -188,14 +181,13 @@ class Api:
         """POST /tokenize"""
         call = await self._parse(request, TokenizeRequest)
         prompt = await self._prompter.tokenize(call)
+        shows_texts = call.return_token_strs
         answer: Json = {
             "count": len(prompt.token_ids),
             "max_model_len": self._facts.max_model_len,
             "tokens": prompt.token_ids,
-            "token_strs": [self._tokenizer.token_text(token) for token in prompt.token_ids],
+            "token_strs": [self._tokenizer.token_text(token) for token in prompt.token_ids] if shows_texts else None,
         }
-        if not call.return_token_strs:
-            answer["token_strs"] = None
         return JSONResponse(answer)
 
     async def detokenize(self, request: Request) -> Response:

@@ -71,7 +71,6 @@ def refused(server, path, body, stream=False, status=400):
 def test_br_031_every_stream_has_an_ending():
     runner = ScriptedRunner(counting)
     with serving(runner, max_batch_size=64) as server:
-        fine = [True]
 
         def fail_at_five(plan):
             if any(
@@ -89,7 +88,6 @@ def test_br_031_every_stream_has_an_ending():
         with ThreadPoolExecutor(32) as pool:
             answers = list(pool.map(lambda i: server.ask(f"{i}", stream=True, max_tokens=8), range(200)))
         assert all(answer.finish_reason == "length" and answer.raw.endswith("data: [DONE]\n\n") for answer in answers)
-        assert fine
 
 
 @BOTH

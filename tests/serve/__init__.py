@@ -1,7 +1,7 @@
 """Ray as `make serve` runs it: the switches are read when Ray is imported."""
 
 import os
-from pathlib import Path
 
-SERVE_ENV = Path(__file__).parents[2] / "serve.env"
-os.environ.update(line.split("=", 1) for line in SERVE_ENV.read_text().splitlines() if "=" in line and line[0] != "#")
+from benchmarks.server import serve_switches
+
+os.environ.update(serve_switches())

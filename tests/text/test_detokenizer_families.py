@@ -18,31 +18,29 @@ CORPUS = [
 SPECIALS = [AddedToken("<s>", special=True), AddedToken("</s>", special=True)]
 
 
-def byte_level() -> Tokenizer:
-    """GPT-2's."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+def bytes_bpe(model: models.BPE, pre_tokenizer: pre_tokenizers.PreTokenizer, vocab_size: int) -> Tokenizer:
+    """Trains a byte-level BPE with this way of splitting."""
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizer
     tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=SPECIALS, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=vocab_size, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
     return tokenizer
+
+
+def byte_level() -> Tokenizer:
+    """GPT-2's."""
+    return bytes_bpe(models.BPE(), pre_tokenizers.ByteLevel(add_prefix_space=False), 400)
 
 
 def tiktoken_like() -> Tokenizer:
     """Llama 3's: another split before the bytes."""
-    tokenizer = Tokenizer(models.BPE(ignore_merges=True))
-    split = Regex(r"'(?:s|t|re|ve|m|ll|d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(split, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=500, special_tokens=SPECIALS, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    return tokenizer
+    pattern = Regex(r"'(?:s|t|re|ve|m|ll|d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+")
+    splits = [pre_tokenizers.Split(pattern, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    return bytes_bpe(models.BPE(ignore_merges=True), pre_tokenizers.Sequence(splits), 500)
 
 
 def byte_fallback() -> Tokenizer:

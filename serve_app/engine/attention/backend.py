@@ -6,9 +6,11 @@ as one more keyword argument, so no global state is needed.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -59,6 +61,19 @@ class LayerProbe:
     value_dim: int
     dtype: torch.dtype
     call: AttentionCall
+
+    def new_cache(self, num_blocks: int, block_size: int, device: torch.device) -> LayerCache:
+        """A zeroed cache (padding that is gathered is multiplied by a weight of 0, so it must not hold NaN)."""
+
+        def zeros(head_dim: int) -> torch.Tensor:
+            shape = (self.num_kv_heads, num_blocks, block_size, head_dim)
+            if device.type != "cpu":
+                return torch.zeros(shape, dtype=self.dtype, device=device)
+            # numpy asks the system for zeroed memory, which takes no room until it is written; torch.zeros writes it
+            raw = torch.from_numpy(numpy.zeros(math.prod(shape) * self.dtype.itemsize, numpy.uint8))
+            return raw.view(self.dtype).view(shape)
+
+        return LayerCache(zeros(self.key_dim), zeros(self.value_dim))
 
 
 @dataclass(slots=True)

@@ -273,12 +273,13 @@ struct Item {
     long row, head, first, tokens;
 };
 
-// Scores of `count` keys become weights; returns their sum with the sink. Positions outside [low, high) weigh 0.
-inline void soften(float* scores, long count, float scale_cap) {
-    if (scale_cap == 0) return;
-    for (long j = 0; j < count; ++j) scores[j] = std::tanh(scores[j] / scale_cap) * scale_cap;
+// The soft cap, where there is one: scores become cap * tanh(scores / cap).
+inline void soften(float* scores, long count, float cap) {
+    if (cap == 0) return;
+    for (long j = 0; j < count; ++j) scores[j] = std::tanh(scores[j] / cap) * cap;
 }
 
+// Scores become exp(score - peak); returns their sum.
 float exponentials(float* scores, long count, float peak) {
     vec total{};
     long j = 0;
@@ -634,8 +635,8 @@ void linear(const float* x, const Weight* weight, const float* bias, float* y, l
     multiply_in_team(x, depth, *weight, bias, y, columns, rows, columns, depth, xs);
 }
 
-// Packs a weight in 4 or 8 bits, into words that are 0; returns 0 when it has values that these cannot hold. See struct Weight for the layouts;
-// depth must be a multiple of BLOCK.
+// Packs a weight in 4 or 8 bits, into words that are 0; returns 0 when it has values that these cannot hold. See struct
+// Weight for the layouts; depth must be a multiple of BLOCK.
 int compress_weight(const float* weight, long columns, long depth, long kind, uint32_t* words, float* scales,
                     int num_threads) {
     bool fits = true;
