@@ -53,6 +53,12 @@ class EngineConfig(Section):
     """Threads of one replica's matrix products on CPU; 0 takes the machine's cores."""
     native_kernels: bool = True
     """On CPU: our own kernels, compiled once where there is a C++ compiler; else, and when false, torch's operations."""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """On CPU: what our kernels multiply in, and keep keys and values in. `auto`: bfloat16 where the CPU has instructions
+    for it and `model.dtype` is not float32, else float32. Sums, norms and the residual stream are float32 in either case."""
+    quantization: Literal["none", "int8"] = "none"
+    """On CPU: `int8` rounds the rows of every product to 8 bits, each with a scale of its own, and weights that a file does
+    not hold in fewer. Faster, and less faithful: docs/operations.md says by how much."""
     stall_timeout_s: float = Field(default=60.0, gt=0)
     """Work queued and no step finished for this long: the health check fails and Serve replaces the replica."""
 

@@ -30,7 +30,14 @@ def load_runner(model: ModelConfig, engine: EngineConfig) -> ModelRunner:
         kv_cache_tokens=engine.kv_cache_tokens,
         num_threads=engine.num_threads or len(os.sched_getaffinity(0)),
         native_kernels=engine.native_kernels,
+        precision=_precision(model, engine),
+        quantization=engine.quantization,
     )
+
+
+def _precision(model: ModelConfig, engine: EngineConfig) -> str:
+    """`auto` respects a type that was asked for."""
+    return "float32" if engine.precision == "auto" and model.dtype == "float32" else engine.precision
 
 
 def load_engine(

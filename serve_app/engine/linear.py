@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from serve_app.engine.native.kernels import Kernels
+from serve_app.engine.native.kernels import Arithmetic, Kernels
 
 ONEDNN_ROWS = 32
 """The row count that oneDNN's packed layout is chosen for; it serves other counts as well (measured from 1 to 512)."""
@@ -50,22 +50,31 @@ class NativeLinear(PackedLinear):
 
     Args:
         kernels: the compiled library.
-        weight: [out features, in features], float32.
+        weight: [out features, in features], float32 or bfloat16.
         bias: [out features] or None.
+        arithmetic: what the product multiplies in.
     """
 
-    def __init__(self, kernels: Kernels, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        super().__init__(weight, bias)
+    def __init__(
+        self,
+        kernels: Kernels,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        arithmetic: Arithmetic = Arithmetic.FLOAT32,
+    ) -> None:
+        super().__init__(weight, None if bias is None else bias.detach().float())
         self._kernels = kernels
-        self._packed = kernels.pack(weight.detach())
+        self._packed = kernels.pack(weight.detach(), arithmetic)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., in features] -> [..., out features]"""
-        return self._kernels.linear(inputs, self._packed, self.bias, self.out_features)
+        return self._kernels.linear(inputs.float(), self._packed, self.bias, self.out_features).to(inputs.dtype)
 
 
-def pack_linears(model: nn.Module, kernels: Kernels | None) -> int:
+def pack_linears(model: nn.Module, kernels: Kernels | None, arithmetic: Arithmetic = Arithmetic.FLOAT32) -> int:
     """Replaces every plain `nn.Linear` of a CPU model by a packed one; returns how many.
+
+    `arithmetic` is that of our own kernels, which take float32 and bfloat16.
 
     Subclasses and layers whose weight something else reads (a tied embedding keeps its own) stay correct: the original
     tensor lives as long as somebody refers to it.
@@ -73,16 +82,16 @@ def pack_linears(model: nn.Module, kernels: Kernels | None) -> int:
     count = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            packed = _packed(child, kernels) if type(child) is nn.Linear else None
+            packed = _packed(child, kernels, arithmetic) if type(child) is nn.Linear else None
             if packed is not None:
                 setattr(parent, name, packed)
                 count += 1
     return count
 
 
-def _packed(linear: nn.Linear, kernels: Kernels | None) -> PackedLinear | None:
-    if kernels is not None and linear.weight.dtype == torch.float32:
-        return NativeLinear(kernels, linear.weight, linear.bias)
+def _packed(linear: nn.Linear, kernels: Kernels | None, arithmetic: Arithmetic) -> PackedLinear | None:
+    if kernels is not None and linear.weight.dtype in (torch.float32, torch.bfloat16):
+        return NativeLinear(kernels, linear.weight, linear.bias, arithmetic)
     if torch._C._has_mkldnn and linear.weight.dtype in (torch.float32, torch.bfloat16):
         return OneDnnLinear(linear.weight, linear.bias)
     return None

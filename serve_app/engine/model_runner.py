@@ -7,6 +7,7 @@ import gc
 import inspect
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
@@ -19,7 +20,7 @@ from serve_app.engine.attention.native import NATIVE_DTYPES, NativeAttention
 from serve_app.engine.decoder_layer import fuse_layers
 from serve_app.engine.fusion import fuse
 from serve_app.engine.linear import pack_linears
-from serve_app.engine.native.kernels import Kernels, load_kernels
+from serve_app.engine.native.kernels import Arithmetic, Kernels, load_kernels
 from serve_app.engine.proof import PROOF_BLOCK_SIZE, PROOF_NUM_BLOCKS, Proof, probe_layers
 from serve_app.engine.request import TokenLogprobs
 from serve_app.engine.runner import Draw, StepResult
@@ -87,10 +88,13 @@ class ModelRunner:
         kv_cache_tokens: size of the cache; None chooses one (see `EngineConfig`).
         num_threads: CPU threads of the forward pass; 0 leaves the process's setting.
         native_kernels: whether our own kernels may serve on CPU, where they can be compiled.
+        precision: what those kernels multiply in: `float32`, `bfloat16`, or `auto`: bfloat16 where the CPU has
+            instructions for it.
+        quantization: `int8`: they multiply in 8 bits instead, each row with a scale of its own.
 
     Raises:
         UnsupportedModelError: the proof found that packed rows do not give what the model gives alone.
-        ConfigError: the cache cannot hold one context.
+        ConfigError: the cache cannot hold one context; or what `precision` or `quantization` ask for is not to be had.
     """
 
     def __init__(
@@ -103,6 +107,8 @@ class ModelRunner:
         kv_cache_tokens: int | None = None,
         num_threads: int = 0,
         native_kernels: bool = True,
+        precision: str = "float32",
+        quantization: str = "none",
     ) -> None:
         if num_threads:
             torch.set_num_threads(num_threads)
@@ -110,18 +116,21 @@ class ModelRunner:
         self._max_model_len = max_model_len
         self._block_size = block_size
         kernels = load_kernels() if native_kernels and model.device.type == "cpu" else None
+        arithmetic = _choose_arithmetic(model, kernels, precision, quantization)
         backend = _choose_attention(model, kernels)
         with torch.inference_mode():
             layers = probe_layers(model)
             proof = Proof(model)
             if isinstance(backend, NativeAttention):
-                fuse_layers(model, backend, layers)
+                if arithmetic != Arithmetic.FLOAT32:
+                    layers = {index: replace(layer, dtype=torch.bfloat16) for index, layer in layers.items()}
+                fuse_layers(model, backend, layers, arithmetic)
             if model.device.type == "cpu":
-                pack_linears(model, kernels)
+                pack_linears(model, kernels, arithmetic)
             if kernels is not None:
                 fuse(model, kernels)
             scratch = _allocate(layers, PROOF_NUM_BLOCKS, PROOF_BLOCK_SIZE, model.device)
-            proof.check(PackedForward(model, scratch, PROOF_BLOCK_SIZE, backend))
+            proof.check(PackedForward(model, scratch, PROOF_BLOCK_SIZE, backend), is_rounded=arithmetic != Arithmetic.FLOAT32)
             self._num_blocks = self._choose_num_blocks(layers, kv_cache_tokens, model.device)
             _return_freed_memory(model)
             caches = _allocate(layers, self._num_blocks, block_size, model.device)
@@ -214,6 +223,26 @@ def _return_freed_memory(model: PreTrainedModel) -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def _choose_arithmetic(model: PreTrainedModel, kernels: Kernels | None, precision: str, quantization: str) -> Arithmetic:
+    """What our kernels multiply in. Raises `ConfigError` when more was asked for than there is."""
+    if quantization == "int8":
+        wanted, setting = Arithmetic.INT8, "engine.quantization: int8"
+    elif precision == "bfloat16":
+        wanted, setting = Arithmetic.BFLOAT16, "engine.precision: bfloat16"
+    else:
+        has_bfloat16 = kernels is not None and kernels.supports(Arithmetic.BFLOAT16)
+        return Arithmetic.BFLOAT16 if precision == "auto" and has_bfloat16 else Arithmetic.FLOAT32
+    if model.device.type != "cpu":
+        raise ConfigError(f"{setting} is for CPU; on {model.device.type} choose model.dtype instead")
+    if kernels is None:
+        raise ConfigError(f"{setting} needs engine.native_kernels and a C++ compiler (g++)")
+    if not kernels.supports(wanted):
+        raise ConfigError(f"{setting} needs instructions that this processor does not have")
+    if model.dtype not in NATIVE_DTYPES:
+        raise ConfigError(f"{setting} needs model.dtype float32 or bfloat16, not {model.dtype}".replace("torch.", ""))
+    return wanted
 
 
 def _choose_attention(model: PreTrainedModel, kernels: Kernels | None) -> AttentionBackend:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from serve_app.errors import UnsupportedModelError
 from serve_app.models.checkpoint import Checkpoint
@@ -16,15 +16,18 @@ def choose_device(device: str) -> torch.device:
     return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 where the device multiplies it natively, else float32 (emulated, it is many times slower)."""
+def choose_dtype(dtype: str, device: torch.device, stored: torch.dtype | None = None) -> torch.dtype:
+    """`auto` is bfloat16 where the device multiplies it natively, else float32 (emulated, it is many times slower).
+
+    On CPU a checkpoint that is `stored` in float32 stays so: our kernels round by themselves what they multiply.
+    """
     if dtype != "auto":
         chosen = getattr(torch, dtype)
         assert isinstance(chosen, torch.dtype)
         return chosen
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-    return torch.bfloat16 if _cpu_has_bfloat16() else torch.float32
+    return torch.bfloat16 if _cpu_has_bfloat16() and stored != torch.float32 else torch.float32
 
 
 def _cpu_has_bfloat16() -> bool:
@@ -40,10 +43,12 @@ def load_model(checkpoint: Checkpoint, *, dtype: str = "auto", device: str = "au
     """
     place = choose_device(device)
     try:
+        config = AutoConfig.from_pretrained(checkpoint.path, revision=checkpoint.revision, trust_remote_code=False)
+        stored = getattr(config.get_text_config(), "dtype", None)
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             checkpoint.path,
             revision=checkpoint.revision,
-            dtype=choose_dtype(dtype, place),
+            dtype=choose_dtype(dtype, place, stored),
             attn_implementation="eager",
             use_safetensors=True,
             trust_remote_code=False,

@@ -13,7 +13,7 @@ NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class NativeAttention:
-    """For caches of float32 or bfloat16; sums are float32 in either case."""
+    """For tensors and caches of float32 or bfloat16; sums are float32 in any case."""
 
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
@@ -30,7 +30,7 @@ class NativeAttention:
         if call.sinks is not None:
             call = replace(call, sinks=call.sinks.float().contiguous())
         query, key, value = (_with_plain_rows(tensor) for tensor in (query, new.keys, new.values))
-        arguments = attention_arguments(call, query.shape[0], cache)
+        arguments = attention_arguments(call, query.shape[0], cache, query.dtype)
         set_step(arguments, cache, layout)
         out = query.new_empty(query.shape[1], query.shape[0], cache.values.shape[-1])
         arguments.query, arguments.key, arguments.value = query.data_ptr(), key.data_ptr(), value.data_ptr()
@@ -42,8 +42,10 @@ class NativeAttention:
         return out
 
 
-def attention_arguments(call: AttentionCall, num_heads: int, cache: LayerCache) -> AttentionArguments:
-    """What stays the same from step to step, given any cache of the layer's shape and dtype."""
+def attention_arguments(
+    call: AttentionCall, num_heads: int, cache: LayerCache, dtype: torch.dtype
+) -> AttentionArguments:
+    """What stays the same from step to step, given any cache of the layer's shape and dtype, and the tensors' dtype."""
     num_kv_heads, _, _, value_dim = cache.values.shape
     return AttentionArguments(
         sinks=None if call.sinks is None else call.sinks.data_ptr(),
@@ -55,7 +57,8 @@ def attention_arguments(call: AttentionCall, num_heads: int, cache: LayerCache) 
         scaling=call.scaling,
         softcap=call.softcap or 0.0,
         num_threads=torch.get_num_threads(),
-        is_bf16=int(cache.keys.dtype == torch.bfloat16),
+        is_bf16=int(dtype == torch.bfloat16),
+        cache_is_bf16=int(cache.keys.dtype == torch.bfloat16),
     )
 
 

@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Sequence
+from enum import IntEnum
 from pathlib import Path
 
 import torch
@@ -22,16 +23,29 @@ from serve_app.cache import cache_root, exclusively
 logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
+SOURCES = (SOURCE, *sorted(SOURCE.parent.glob("*.h")))
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fno-math-errno", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC")
 
 QUANTISED_BLOCK = 32
 """Weights along the depth that share a scale in a quantised file."""
 
+
+class Arithmetic(IntEnum):
+    """What a product multiplies in (`enum Arithmetic` of weight.h). Sums are float32 in any case."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    """Rows and weights are rounded to bfloat16."""
+    INT8 = 2
+    """Rows are rounded to 8 bits, each with a scale of its own; weights to 8 bits with a scale per block, unless a file
+    had them in 4."""
+
+
 _pointer, _long, _int, _float = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 
 
 class AttentionArguments(ctypes.Structure):
-    """`struct Attention` of kernels.cpp, field by field."""
+    """`struct Attention` of attention.h, field by field."""
 
     _fields_ = (
         *(
@@ -42,18 +56,18 @@ class AttentionArguments(ctypes.Structure):
         *((name, _long) for name in ("num_rows", "num_tokens", "num_heads", "num_kv_heads", "key_dim", "value_dim")),
         *((name, _long) for name in ("block_size", "num_slots", "window")),
         *((name, _float) for name in ("scaling", "softcap")),
-        *((name, _int) for name in ("num_threads", "is_bf16")),
+        *((name, _int) for name in ("num_threads", "is_bf16", "cache_is_bf16")),
     )
 
 
 class WeightArguments(ctypes.Structure):
-    """`struct Weight` of kernels.cpp, field by field."""
+    """`struct Weight` of weight.h, field by field."""
 
-    _fields_ = (("data", _pointer), ("scales", _pointer), ("kind", _long))
+    _fields_ = (("data", _pointer), ("scales", _pointer), ("bits", _long), ("arithmetic", _long))
 
 
 class LayerArguments(ctypes.Structure):
-    """`struct Layer` of kernels.cpp, field by field."""
+    """`struct Layer` of layer.h, field by field."""
 
     _fields_ = (
         *((name, _pointer) for name in ("input_norm", "query_norm", "key_norm", "middle_norm")),
@@ -65,19 +79,19 @@ class LayerArguments(ctypes.Structure):
 
 
 class PackedWeight:
-    """A weight as the kernels want it. Expanded it is the same floats, whatever `bits` it is kept in.
+    """A weight as the kernels want it.
 
     Attributes:
-        bits: 32, or 8 or 4 for a weight whose values come from a file quantised in blocks of 32.
+        arithmetic: what it is multiplied in.
+        bits: of a value: 32 or 16, or 8 or 4 with a scale per block of QUANTISED_BLOCK values.
         arguments: for the kernels; valid as long as this object lives.
     """
 
-    def __init__(self, bits: int, data: torch.Tensor, scales: torch.Tensor | None) -> None:
+    def __init__(self, arithmetic: Arithmetic, bits: int, data: torch.Tensor, scales: torch.Tensor | None) -> None:
+        self.arithmetic = arithmetic
         self.bits = bits
         self._tensors = (data, scales)
-        self.arguments = WeightArguments(
-            data.data_ptr(), None if scales is None else scales.data_ptr(), 0 if bits == 32 else bits
-        )
+        self.arguments = WeightArguments(data.data_ptr(), None if scales is None else scales.data_ptr(), bits, arithmetic)
 
     @property
     def num_bytes(self) -> int:
@@ -96,8 +110,12 @@ class Kernels:
         library = ctypes.CDLL(str(path))
         library.panel_width.restype = _long
         self._panel_width = int(library.panel_width())
-        self._pack = _declare(library, "pack_weight", _pointer, _long, _long, _pointer, _int)
-        self._compress = _declare(library, "compress_weight", _pointer, _long, _long, _long, _pointer, _pointer, _int)
+        self._supports = _declare(library, "supports_arithmetic", _long)
+        self._supports.restype = _int
+        self._pack = _declare(library, "pack_weight", _pointer, _long, _long, _long, _pointer, _int)
+        self._compress = _declare(
+            library, "compress_weight", _pointer, _long, _long, _long, _long, _int, _pointer, _pointer, _int
+        )
         self._compress.restype = _int
         weight = ctypes.POINTER(WeightArguments)
         self._linear = _declare(library, "linear", _pointer, weight, _pointer, _pointer, _long, _long, _long, _int)
@@ -110,21 +128,37 @@ class Kernels:
         self._layer_room.restype = _long
         self._room = torch.empty(0)
 
-    def pack(self, weight: torch.Tensor, bits: Sequence[int] = (4, 8)) -> PackedWeight:
-        """Lays a weight [columns, depth] out for `linear`, in the first of `bits` that hold it exactly, else in 32."""
-        weight = weight.contiguous()
+    def supports(self, arithmetic: Arithmetic) -> bool:
+        """Whether this processor has the instructions."""
+        return bool(self._supports(arithmetic))
+
+    def pack(
+        self, weight: torch.Tensor, arithmetic: Arithmetic = Arithmetic.FLOAT32, bits: Sequence[int] = (4, 8)
+    ) -> PackedWeight:
+        """Lays a weight [columns, depth] out for `linear`.
+
+        It is kept in the first of `bits` that hold it exactly; else whole. INT8 then rounds it to 8 bits, unless its depth
+        cannot be cut into blocks or it is not finite: such a weight is multiplied in FLOAT32.
+        """
+        weight = weight.float().contiguous()
         columns, depth = weight.shape
-        width, panels = self._panel_width, -(-columns // self._panel_width)
-        shape = (weight.data_ptr(), columns, depth)
-        if depth % QUANTISED_BLOCK == 0:
-            for few in bits:
-                data = torch.zeros(panels * depth * width * few // 8, dtype=torch.uint8)
-                scales = torch.zeros(panels * depth // QUANTISED_BLOCK * width * (2 if few == 4 else 1))
-                if self._compress(*shape, few, data.data_ptr(), scales.data_ptr(), torch.get_num_threads()):
-                    return PackedWeight(few, data, scales)
-        packed = torch.empty(panels * depth * width)
-        self._pack(*shape, packed.data_ptr(), torch.get_num_threads())
-        return PackedWeight(32, packed, None)
+        panels = -(-columns // self._panel_width)
+        ways = [(few, False) for few in bits] + ([(8, True)] if arithmetic == Arithmetic.INT8 else [])
+        for few, rounds in ways if depth % QUANTISED_BLOCK == 0 else ():
+            data = torch.zeros(panels * depth * self._panel_width * few // 8, dtype=torch.uint8)
+            scales = torch.zeros(panels * depth // QUANTISED_BLOCK * self._panel_width * (2 if few == 4 else 1))
+            shape = (weight.data_ptr(), columns, depth, arithmetic, few, rounds)
+            if self._compress(*shape, data.data_ptr(), scales.data_ptr(), torch.get_num_threads()):
+                return PackedWeight(arithmetic, few, data, scales)
+        if arithmetic == Arithmetic.BFLOAT16:
+            deep = -(-depth // QUANTISED_BLOCK) * QUANTISED_BLOCK
+            packed = torch.empty(panels * deep * self._panel_width, dtype=torch.bfloat16)
+        else:
+            arithmetic = Arithmetic.FLOAT32
+            packed = torch.empty(panels * depth * self._panel_width)
+        whole = packed.itemsize * 8
+        self._pack(weight.data_ptr(), columns, depth, whole, packed.data_ptr(), torch.get_num_threads())
+        return PackedWeight(arithmetic, whole, packed, None)
 
     def linear(self, inputs: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None, columns: int) -> torch.Tensor:
         """[..., depth] times a packed weight -> [..., columns]. A row's result does not depend on the other rows."""
@@ -224,7 +258,7 @@ def load_kernels() -> Kernels | None:
 def _identity(compiler: str) -> str:
     """A digest of all that decides the result: source, flags, compiler, and the processor that -march=native means."""
     version = subprocess.run([compiler, "-march=native", "-Q", "--help=target"], capture_output=True, check=False).stdout
-    digest = hashlib.sha256(SOURCE.read_bytes())
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in SOURCES))
     digest.update(" ".join(FLAGS).encode())
     digest.update(version)
     return digest.hexdigest()[:16]

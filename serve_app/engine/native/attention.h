@@ -1,0 +1,260 @@
+// Attention over a paged cache of keys and values. T is the type of the step's tensors, C that of the caches.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "float_tile.h"
+
+namespace {
+
+struct Attention {
+    const void *query, *key, *value;  // [heads][tokens][dim] with strides; key and value: this step's
+    void *keys, *values, *out;        // caches [kv heads][slots][dim]; out [tokens][heads][value dim]
+    const int64_t* rows;              // [num rows][4]: first token, tokens, context length, offset into blocks
+    const int64_t* blocks;            // block ids of all rows
+    const int64_t* slots;             // [tokens]: where each token's key and value go
+    const float* sinks;               // [heads] or null
+    long query_head_stride, query_token_stride, key_head_stride, key_token_stride, value_head_stride,
+        value_token_stride;
+    long num_rows, num_tokens, num_heads, num_kv_heads, key_dim, value_dim, block_size, num_slots, window;
+    float scaling, softcap;
+    int num_threads, is_bf16, cache_is_bf16;  // whether the tensors of the step, and the caches, are bfloat16
+
+    long group() const { return num_heads / num_kv_heads; }
+};
+
+struct Item {
+    long row, head, first, tokens;
+};
+
+// The soft cap, where there is one: scores become cap * tanh(scores / cap).
+inline void soften(float* scores, long count, float cap) {
+    if (cap == 0) return;
+    for (long j = 0; j < count; ++j) scores[j] = std::tanh(scores[j] / cap) * cap;
+}
+
+// Scores become exp(score - peak); returns their sum.
+float exponentials(float* scores, long count, float peak) {
+    vec total{};
+    long j = 0;
+    for (; j + VL <= count; j += VL) {
+        const vec e = exponential(load(scores + j) - peak);
+        store(scores + j, e);
+        total += e;
+    }
+    float rest = 0;
+    for (; j < count; ++j) rest += scores[j] = exponential(scores[j] - peak);
+    return sum(total) + rest;
+}
+
+inline float largest(const float* scores, long count, float peak) {
+    long j = 0;
+    vec most = splat(peak);
+    for (; j + VL <= count; j += VL) most = load(scores + j) > most ? load(scores + j) : most;
+    peak = maximum(most);
+    for (; j < count; ++j) peak = std::max(peak, scores[j]);
+    return peak;
+}
+
+// Calls visit(j, vector of position low + j, vector some way ahead) for `count` positions of a paged cache.
+template <typename C, typename F>
+inline void walk(const Attention& a, const void* cache, long head, const int64_t* blocks, long low, long count, long dim,
+                 F visit) {
+    const C* base = static_cast<const C*>(cache) + head * a.num_slots * dim;
+    long block = low / a.block_size, place = low % a.block_size;
+    for (long j = 0; j < count; ++block, place = 0) {
+        const C* here = base + (blocks[block] * a.block_size + place) * dim;
+        const long end = std::min(count, j + a.block_size - place);
+        const C* next = end < count ? base + blocks[block + 1] * a.block_size * dim : here;
+        for (; j < end; ++j, here += dim, next += dim) visit(j, here, next);
+    }
+}
+
+template <typename T>
+inline void prefetch(const T* from, long dim) {
+    for (long d = 0; d < dim; d += 64 / long(sizeof(T))) __builtin_prefetch(from + d, 0, 2);
+}
+
+// One token, the query heads of one key head: scores over the context, then the weighted sum of the values.
+template <typename T, typename C>
+void decode(const Attention& a, const Item& item) {
+    const int64_t* row = a.rows + item.row * 4;
+    const int64_t* blocks = a.blocks + row[3];
+    const long token = row[0], context = row[2], group = a.group(), dim = a.key_dim, vdim = a.value_dim;
+    const long low = a.window ? std::max(0L, context - a.window) : 0, count = context - low;
+    float* queries = scratch(group * (dim + count + vdim + NR));
+    float* scores = queries + group * dim;
+    float* mixed = scores + group * count;
+    for (long g = 0; g < group; ++g) {
+        const T* q = static_cast<const T*>(a.query) + (item.head * group + g) * a.query_head_stride +
+                     token * a.query_token_stride;
+        for (long d = 0; d < dim; ++d) queries[g * dim + d] = as_float(q[d]) * a.scaling;
+    }
+    walk<C>(a, a.keys, item.head, blocks, low, count, dim, [&](long j, const C* key, const C* next) {
+        prefetch(next, dim);
+        for (long g = 0; g < group; ++g) {
+            const float* q = queries + g * dim;
+            vec acc{};
+            long d = 0;
+            for (; d + VL <= dim; d += VL) acc += load(q + d) * load(key + d);
+            float score = sum(acc);
+            for (; d < dim; ++d) score += q[d] * as_float(key[d]);
+            scores[g * count + j] = score;
+        }
+    });
+    for (long g = 0; g < group; ++g) {
+        float* s = scores + g * count;
+        soften(s, count, a.softcap);
+        const float sink = a.sinks ? a.sinks[item.head * group + g] : -INFINITY;
+        const float peak = largest(s, count, sink);
+        const float total = exponentials(s, count, peak) + (a.sinks ? exponential(sink - peak) : 0.0f);
+        for (long j = 0; j < count; ++j) s[j] /= total;
+    }
+    std::fill_n(mixed, group * vdim, 0.0f);
+    for (long g = 0; g < group; g += 4) {  // 4 query heads x 2 vectors of the value in registers
+        const int heads = int(std::min(4L, group - g));
+        long d = 0;
+        for (; d + NR <= vdim; d += NR) {
+            vec acc[4][2] = {};
+            walk<C>(a, a.values, item.head, blocks, low, count, vdim, [&](long j, const C* value, const C* next) {
+                const vec left = load(value + d), right = load(value + d + VL);
+                prefetch(next + d, NR);
+                for (int h = 0; h < heads; ++h) {
+                    const vec w = splat(scores[(g + h) * count + j]);
+                    acc[h][0] += w * left;
+                    acc[h][1] += w * right;
+                }
+            });
+            for (int h = 0; h < heads; ++h) {
+                store(mixed + (g + h) * vdim + d, acc[h][0]);
+                store(mixed + (g + h) * vdim + d + VL, acc[h][1]);
+            }
+        }
+        if (d < vdim)
+            walk<C>(a, a.values, item.head, blocks, low, count, vdim, [&](long j, const C* value, const C*) {
+                for (int h = 0; h < heads; ++h)
+                    for (long e = d; e < vdim; ++e)
+                        mixed[(g + h) * vdim + e] += scores[(g + h) * count + j] * as_float(value[e]);
+            });
+    }
+    T* out = static_cast<T*>(a.out) + (token * a.num_heads + item.head * group) * vdim;
+    for (long i = 0; i < group * vdim; ++i) put(out + i, mixed[i]);
+}
+
+constexpr long KEY_TILE = 4 * VL;
+
+// Some tokens of a chunk, the query heads of one key head: tiles of keys with a running softmax.
+template <typename T, typename C>
+void prefill(const Attention& a, const Item& item) {
+    const int64_t* row = a.rows + item.row * 4;
+    const int64_t* blocks = a.blocks + row[3];
+    const long group = a.group(), dim = a.key_dim, vdim = a.value_dim, token = row[0] + item.first;
+    const long position = row[2] - row[1] + item.first;  // of the first query token
+    const RowTiles tiles(item.tokens * group);           // row r is token r / group, head r % group
+    const long padded = (vdim + NR - 1) / NR * NR, panels = KEY_TILE / NR;
+    float* queries = scratch(tiles.rows * (dim + 2 * KEY_TILE + padded + 2) + KEY_TILE * (dim + padded));
+    float* scores = queries + tiles.rows * dim;
+    float* weights = scores + tiles.rows * KEY_TILE;
+    float* mixed = weights + tiles.rows * KEY_TILE;
+    float* peaks = mixed + tiles.rows * padded;
+    float* totals = peaks + tiles.rows;
+    float* keys = totals + tiles.rows;       // [panels][dim][NR]
+    float* values = keys + KEY_TILE * dim;   // [KEY_TILE][padded]
+    for (long t = 0; t < tiles.count; ++t)
+        for (int m = 0; m < tiles.height(t); ++m) {
+            const long r = tiles.start(t) + m;
+            const T* q = static_cast<const T*>(a.query) + (item.head * group + r % group) * a.query_head_stride +
+                         (token + r / group) * a.query_token_stride;
+            float* to = queries + tiles.start(t) * dim + m;
+            for (long d = 0; d < dim; ++d) to[d * tiles.height(t)] = as_float(q[d]) * a.scaling;
+        }
+    for (long r = 0; r < tiles.rows; ++r) {
+        peaks[r] = a.sinks ? a.sinks[item.head * group + r % group] : -INFINITY;
+        totals[r] = a.sinks ? 1.0f : 0.0f;
+    }
+    std::fill_n(mixed, tiles.rows * padded, 0.0f);
+    std::fill_n(values, KEY_TILE * padded, 0.0f);
+    const long end = position + item.tokens, begin = a.window ? std::max(0L, position + 1 - a.window) : 0;
+    for (long base = begin / KEY_TILE * KEY_TILE; base < end; base += KEY_TILE) {
+        const long count = std::min(KEY_TILE, end - base);
+        walk<C>(a, a.keys, item.head, blocks, base, count, dim, [&](long j, const C* key, const C*) {
+            float* to = keys + j / NR * dim * NR + j % NR;
+            for (long d = 0; d < dim; ++d) to[d * NR] = as_float(key[d]);
+        });
+        walk<C>(a, a.values, item.head, blocks, base, count, vdim, [&](long j, const C* value, const C*) {
+            for (long d = 0; d < vdim; ++d) values[j * padded + d] = as_float(value[d]);
+        });
+        for (long t = 0; t < tiles.count; ++t)
+            for (long p = 0; p < panels && p * NR < count; ++p)
+                tile_of(tiles.height(t))(queries + tiles.start(t) * dim, keys + p * dim * NR, NR, dim, false,
+                                         scores + tiles.start(t) * KEY_TILE + p * NR, KEY_TILE, NR, Ahead{});
+        for (long t = 0; t < tiles.count; ++t)
+            for (int m = 0; m < tiles.height(t); ++m) {
+                const long r = tiles.start(t) + m, last = position + r / group;
+                const long low = std::clamp(a.window ? last + 1 - a.window - base : 0, 0L, count);
+                const long high = std::clamp(last + 1 - base, low, count);
+                float* s = scores + r * KEY_TILE;
+                if (low < high) {
+                    soften(s + low, high - low, a.softcap);
+                    const float peak = largest(s + low, high - low, peaks[r]);
+                    const float shrink = exponential(peaks[r] - peak);
+                    totals[r] = totals[r] * shrink + exponentials(s + low, high - low, peak);
+                    peaks[r] = peak;
+                    for (long d = 0; d < padded; d += VL)
+                        store(mixed + r * padded + d, load(mixed + r * padded + d) * shrink);
+                }
+                std::fill(s, s + low, 0.0f);
+                std::fill(s + high, s + KEY_TILE, 0.0f);
+                float* to = weights + tiles.start(t) * KEY_TILE + m;
+                for (long j = 0; j < count; ++j) to[j * tiles.height(t)] = s[j];
+            }
+        for (long t = 0; t < tiles.count; ++t)
+            for (long d = 0; d < padded; d += NR)
+                tile_of(tiles.height(t))(weights + tiles.start(t) * KEY_TILE, values + d, padded, count, true,
+                                         mixed + tiles.start(t) * padded + d, padded, NR, Ahead{});
+    }
+    for (long r = 0; r < tiles.rows; ++r) {
+        T* out = static_cast<T*>(a.out) +
+                 ((token + r / group) * a.num_heads + item.head * group + r % group) * vdim;
+        for (long d = 0; d < vdim; ++d) put(out + d, mixed[r * padded + d] / totals[r]);
+    }
+}
+
+// Puts a token's key or value [dim] of every key head into its slot of the cache.
+template <typename T, typename C>
+void write(void* cache, const void* source, long slot, long num_slots, long head, long token, long head_stride,
+           long token_stride, long dim) {
+    C* to = static_cast<C*>(cache) + (head * num_slots + slot) * dim;
+    const T* from = static_cast<const T*>(source) + head * head_stride + token * token_stride;
+    for (long d = 0; d < dim; ++d) put(to + d, as_float(from[d]));
+}
+
+constexpr long QUERY_ROWS = 96;  // query rows (tokens x heads of a group) that share the packing of a key tile
+
+template <typename T, typename C>
+void attend(const Attention& a) {  // called by every thread of a team
+    const long most = std::max(1L, QUERY_ROWS / a.group());
+    std::vector<Item> items;  // each thread makes the same list
+    for (long r = a.num_rows - 1; r >= 0; --r)  // prompt chunks, which come last, are the long pieces of work
+        for (long head = 0; head < a.num_kv_heads; ++head)
+            for (long first = 0; first < a.rows[r * 4 + 1]; first += most)
+                items.push_back({r, head, first, std::min(most, long(a.rows[r * 4 + 1]) - first)});
+#pragma omp for schedule(static)
+    for (long token = 0; token < a.num_tokens; ++token)
+        for (long head = 0; head < a.num_kv_heads; ++head) {
+            write<T, C>(a.keys, a.key, a.slots[token], a.num_slots, head, token, a.key_head_stride, a.key_token_stride,
+                     a.key_dim);
+            write<T, C>(a.values, a.value, a.slots[token], a.num_slots, head, token, a.value_head_stride,
+                     a.value_token_stride, a.value_dim);
+        }
+#pragma omp for schedule(dynamic, 1)
+    for (size_t i = 0; i < items.size(); ++i)
+        a.rows[items[i].row * 4 + 1] == 1 ? decode<T, C>(a, items[i]) : prefill<T, C>(a, items[i]);
+}
+
+}  // namespace

@@ -1,0 +1,206 @@
+// Packed weights: what they are multiplied in, how they are kept, and how a piece of one is expanded.
+//
+// A weight [columns][depth] lies in panels of NR columns. Weights that come from a quantised file are kept as what they
+// were there, 4 or 8 bits with a scale per 32 of a column's depth (BLOCK).
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "vector.h"
+
+namespace {
+
+// What a product multiplies in. Sums are float32 (INT8: exact within a block of 32).
+enum Arithmetic : long {
+    FLOAT32 = 0,
+    BFLOAT16 = 1,  // weights and rows are rounded to bfloat16
+    INT8 = 2,      // rows are rounded to 8 bits with a scale per row; weights to 8 bits, unless a file had them in 4
+};
+
+constexpr long BLOCK = 32;
+
+struct Weight {
+    const void* data;     // whole: [panels][depth][NR] floats, or [panels][depth / 2, padded][NR][2] bfloat16 (`bits` 16);
+                          // 4 or 8 bits: [panels][depth / n][NR] words of n = 32 / bits values each, see `place`
+    const float* scales;  // 4 bits: [panels][depth / BLOCK][scale, minimum][NR]; 8 bits: [panels][depth / BLOCK][NR]
+    long bits;            // 32, 16, 8 or 4
+    Arithmetic arithmetic;
+};
+
+inline long round_up(long x, long unit) { return (x + unit - 1) / unit * unit; }
+
+struct Place {
+    long word;
+    int bit;
+};
+
+// Where value (k, n) of a panel lies among its words, such that vectors of words expand without moving values between lanes.
+inline Place place(Arithmetic arithmetic, long bits, long k, long n) {
+    const long many = 32 / bits;
+    if (arithmetic == BFLOAT16) {  // lanes take turns: even k, odd k of one column; two vectors for VL columns
+        const long group = k / (2 * many) * (NR / VL) + n / VL, half = n % VL / (VL / 2);
+        return {(group * 2 + half) * VL + n % (VL / 2) * 2 + k % 2, int(k / 2 % many * bits)};
+    }
+    if (arithmetic == INT8 && bits == 4)  // the low halves of four bytes are four values of the depth, the high ones the next
+        return {k / many * NR + n, int(k % 4 * 8 + k / 4 % 2 * 4)};
+    return {k / many * NR + n, int(k % many * bits)};
+}
+
+// Rows [from, from + count) of a panel as floats [count][NR]; `from` is a multiple of BLOCK unless they are floats already.
+inline const float* expand_floats(const Weight& w, long panel, long depth, long from, long count, float* out) {
+    const long row = panel * depth + from, block = row / BLOCK;
+    if (w.bits == 32) return static_cast<const float*>(w.data) + row * NR;
+    const int32_t* words = static_cast<const int32_t*>(w.data) + row / (32 / w.bits) * NR;
+    for (long b = 0; b < count / BLOCK; ++b) {
+        float* to = out + b * BLOCK * NR;
+        for (int half = 0; half < NR; half += VL) {
+            if (w.bits == 4) {
+                const float* scale = w.scales + (block + b) * 2 * NR + half;
+                const vec m = load(scale + NR);
+                // value j of a word is left where it is: as a number it is 16^j times as large, and its scale as much smaller
+                vec d[8] = {load(scale)};
+                for (int j = 1; j < 8; ++j) d[j] = d[j - 1] * 0.0625f;
+                for (long k = 0; k < BLOCK; k += 8, to += 8 * NR) {
+                    const ivec word = *reinterpret_cast<const ivec*>(words + (b * BLOCK + k) / 8 * NR + half);
+#pragma GCC unroll 7
+                    for (int j = 0; j < 7; ++j)
+                        store(to + j * NR + half, d[j] * __builtin_convertvector(word & (15 << (4 * j)), vec) + m);
+                    store(to + 7 * NR + half, d[0] * __builtin_convertvector((word >> 28) & 15, vec) + m);
+                }
+                to -= BLOCK * NR;
+            } else {
+                const vec d = load(w.scales + (block + b) * NR + half);
+                for (long k = 0; k < BLOCK; k += 4) {
+                    const ivec word = *reinterpret_cast<const ivec*>(words + (b * BLOCK + k) / 4 * NR + half);
+#pragma GCC unroll 4
+                    for (int j = 0; j < 4; ++j)
+                        store(to + (k + j) * NR + half, d * __builtin_convertvector((word << (24 - 8 * j)) >> 24, vec));
+                }
+            }
+        }
+    }
+    return out;
+}
+
+#if defined(__AVX512BF16__)
+
+// Rows [from, from + count) of a panel as pairs [count / 2][NR][2] of bfloat16; `from` is a multiple of BLOCK.
+inline const bf16* expand_pairs(const Weight& w, long panel, long depth, long from, long count, bf16* out) {
+    if (w.bits == 16) return static_cast<const bf16*>(w.data) + (panel * round_up(depth, BLOCK) + from) * NR;
+    const long row = panel * depth + from, block = row / BLOCK, many = 32 / w.bits;
+    const __m512i* words = static_cast<const __m512i*>(w.data) + row / many * NR / VL;
+    const __m512i low = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+    for (long b = 0; b < count / BLOCK; ++b)
+        for (int half = 0; half < 2; ++half) {
+            bf16* to = out + b * BLOCK * NR + half * NR;
+            const auto pair = [&](__m512 left, __m512 right, long p) {
+                const __m512bh rounded = _mm512_cvtne2ps_pbh(right, left);
+                std::memcpy(to + p * 2 * NR, &rounded, 64);
+            };
+            if (w.bits == 4) {
+                const float* scale = w.scales + (block + b) * 2 * NR + half * VL;
+                const __m512 scales = _mm512_loadu_ps(scale), minima = _mm512_loadu_ps(scale + NR);
+                const __m512 m0 = _mm512_permutexvar_ps(low, minima), m1 = _mm512_permutexvar_ps(high, minima);
+                __m512 d0[7], d1[7];  // see expand_floats
+                d0[0] = _mm512_permutexvar_ps(low, scales), d1[0] = _mm512_permutexvar_ps(high, scales);
+                for (int j = 1; j < 7; ++j) {
+                    d0[j] = _mm512_mul_ps(d0[j - 1], _mm512_set1_ps(0.0625f));
+                    d1[j] = _mm512_mul_ps(d1[j - 1], _mm512_set1_ps(0.0625f));
+                }
+                for (int group = 0; group < 2; ++group) {
+                    const __m512i* here = words + ((b * 2 + group) * 2 + half) * 2;
+                    const __m512i w0 = _mm512_loadu_si512(here), w1 = _mm512_loadu_si512(here + 1);
+#pragma GCC unroll 7
+                    for (int j = 0; j < 7; ++j) {
+                        const __m512i mask = _mm512_set1_epi32(15 << (4 * j));
+                        pair(_mm512_fmadd_ps(d0[j], _mm512_cvtepi32_ps(_mm512_and_si512(w0, mask)), m0),
+                             _mm512_fmadd_ps(d1[j], _mm512_cvtepi32_ps(_mm512_and_si512(w1, mask)), m1), group * 8 + j);
+                    }
+                    pair(_mm512_fmadd_ps(d0[0], _mm512_cvtepi32_ps(_mm512_srli_epi32(w0, 28)), m0),
+                         _mm512_fmadd_ps(d1[0], _mm512_cvtepi32_ps(_mm512_srli_epi32(w1, 28)), m1), group * 8 + 7);
+                }
+            } else {
+                const __m512 scales = _mm512_loadu_ps(w.scales + (block + b) * NR + half * VL);
+                const __m512 d0 = _mm512_permutexvar_ps(low, scales), d1 = _mm512_permutexvar_ps(high, scales);
+                for (int group = 0; group < 4; ++group) {
+                    const __m512i* here = words + ((b * 4 + group) * 2 + half) * 2;
+                    const __m512i w0 = _mm512_loadu_si512(here), w1 = _mm512_loadu_si512(here + 1);
+#pragma GCC unroll 4
+                    for (int j = 0; j < 4; ++j) {
+                        const auto value = [&](__m512i word) {
+                            return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(word, 24 - 8 * j), 24));
+                        };
+                        pair(_mm512_mul_ps(d0, value(w0)), _mm512_mul_ps(d1, value(w1)), group * 4 + j);
+                    }
+                }
+            }
+        }
+    return out;
+}
+
+#endif
+
+// Rows [from, from + count) of a panel as bytes 0 ... 255 [count / 4][NR][4]; 8 bits are kept as such, with 128 added.
+inline const uint8_t* expand_bytes(const Weight& w, long panel, long depth, long from, long count, uint8_t* out) {
+    const long row = panel * depth + from;
+    if (w.bits == 8) return static_cast<const uint8_t*>(w.data) + row * NR;
+    const ivec* words = reinterpret_cast<const ivec*>(static_cast<const int32_t*>(w.data) + row / 8 * NR);
+    ivec* to = reinterpret_cast<ivec*>(out);
+    for (long eight = 0; eight < count / 8; ++eight, to += 4, words += 2) {
+        to[0] = words[0] & 0x0f0f0f0f;
+        to[1] = words[1] & 0x0f0f0f0f;
+        to[2] = (words[0] >> 4) & 0x0f0f0f0f;
+        to[3] = (words[1] >> 4) & 0x0f0f0f0f;
+    }
+    return out;
+}
+
+// Writes BLOCK weights as q * scale + minimum (4 bits) or q * scale (8 bits), if that is what they are, exactly.
+#ifdef __FLT16_MANT_DIG__
+inline bool compress_block(const float* w, long bits, int* q, float& scale, float& minimum) {
+    float low = w[0], high = w[0];
+    for (long k = 1; k < BLOCK; ++k) low = std::min(low, w[k]), high = std::max(high, w[k]);
+    const int most = bits == 4 ? 15 : 127;
+    minimum = bits == 4 ? low : 0.0f;
+    const float guess = bits == 4 ? (high - low) / 15 : std::max(high, -low) / 127;
+    if (!(guess < 65504.0f)) return false;
+    for (int step : {0, 1, -1}) {  // files hold the scale in half precision
+        _Float16 half = static_cast<_Float16>(guess);
+        uint16_t pattern;
+        std::memcpy(&pattern, &half, 2);
+        if (step < 0 && pattern == 0) continue;
+        pattern = uint16_t(pattern + step);
+        std::memcpy(&half, &pattern, 2);
+        scale = static_cast<float>(half);
+        bool same = true;
+        for (long k = 0; k < BLOCK && same; ++k) {
+            const float x = scale > 0 ? std::nearbyint((w[k] - minimum) / scale) : 0.0f;
+            same = std::abs(x) <= most && std::fma(scale, x, minimum) == w[k];
+            q[k] = int(x);
+        }
+        if (same) return true;
+    }
+    return false;
+}
+#else
+inline bool compress_block(const float*, long, int*, float&, float&) { return false; }
+#endif
+
+// The nearest 8-bit values of BLOCK weights, with the scale that uses all of them. NaN and infinity fail.
+inline bool round_block(const float* w, int* q, float& scale) {
+    float most = 0;
+    for (long k = 0; k < BLOCK; ++k) {
+        if (!(std::abs(w[k]) < INFINITY)) return false;
+        most = std::max(most, std::abs(w[k]));
+    }
+    scale = most / 127;
+    for (long k = 0; k < BLOCK; ++k) q[k] = scale > 0 ? int(std::nearbyint(w[k] / scale)) : 0;
+    return true;
+}
+
+}  // namespace
