@@ -66,6 +66,13 @@ def _folder() -> Path:
     return builtin_folder()
 
 
+def half_or_float() -> str:
+    """The type that a faithful server of this machine chooses: bfloat16 where the processor multiplies it."""
+    from serve_app.models.loader import cpu_has_bfloat16
+
+    return "bfloat16" if cpu_has_bfloat16() else "float32"
+
+
 def _gguf() -> Path:
     from serve_app.models.builtin import gguf_path
 
@@ -90,12 +97,12 @@ def starting(name: str, port: int) -> Iterator[tuple[Server, str]]:
     if not binaries.is_dir():
         raise FileNotFoundError(f"not installed; install it with:\n{INSTALL[name]}")
     if name == "vllm":
-        command = [str(binaries / "vllm"), "serve", str(_folder()), "--served-model-name", MODEL, "--dtype", "float32"]
+        command = [str(binaries / "vllm"), "serve", str(_folder()), "--served-model-name", MODEL, "--dtype", half_or_float()]
         command += [*where, "--max-num-seqs", "64", "--max-model-len", "4096"]
         environment = {
             "VLLM_TARGET_DEVICE": "cpu",
             "VLLM_CPU_OMP_THREADS_BIND": "0-1",
-            "VLLM_CPU_KVCACHE_SPACE": "2",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
             "PATH": f"{binaries}:/usr/bin:/bin",
@@ -105,7 +112,7 @@ def starting(name: str, port: int) -> Iterator[tuple[Server, str]]:
         command = [str(binaries / "llama-server"), "-m", str(_gguf()), *where, "-np", "32", "-c", "32768", "-t", "2"]
         environment, model = {}, MODEL
     else:
-        command = [str(binaries / "transformers"), "serve", *where, "--continuous-batching", "--dtype", "float32"]
+        command = [str(binaries / "transformers"), "serve", *where, "--continuous-batching", "--dtype", half_or_float()]
         environment, model = {"HF_HUB_OFFLINE": "1"}, str(_folder())
     with running(command, url, environment=environment, model=model) as server:
         yield server, model

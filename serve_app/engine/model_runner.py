@@ -21,7 +21,14 @@ from serve_app.engine.decoder_layer import fuse_layers
 from serve_app.engine.fusion import fuse
 from serve_app.engine.linear import pack_linears
 from serve_app.engine.native.kernels import Arithmetic, Kernels, load_kernels
-from serve_app.engine.proof import PROOF_BLOCK_SIZE, PROOF_NUM_BLOCKS, Proof, probe_layers
+from serve_app.engine.proof import (
+    EIGHT_BIT_TOLERANCE,
+    LOW_PRECISION_TOLERANCE,
+    PROOF_BLOCK_SIZE,
+    PROOF_NUM_BLOCKS,
+    Proof,
+    probe_layers,
+)
 from serve_app.engine.request import TokenLogprobs
 from serve_app.engine.runner import Draw, StepResult
 from serve_app.engine.sampler import RowSampling, Sampler, token_logprobs
@@ -31,6 +38,7 @@ from serve_app.errors import ConfigError, ServeAppError
 DEFAULT_CACHE_TOKENS = 16_384
 SCORED_AT_ONCE = 64
 """Prompt tokens whose log-probabilities are computed together: bounds the memory of their float32 copies."""
+ROUNDING_TOLERANCE = {Arithmetic.BFLOAT16: LOW_PRECISION_TOLERANCE, Arithmetic.INT8: EIGHT_BIT_TOLERANCE}
 CUDA_CACHE_FRACTION = 0.85
 """Share of the free GPU memory that the cache takes when no size is configured."""
 
@@ -121,16 +129,21 @@ class ModelRunner:
         with torch.inference_mode():
             layers = probe_layers(model)
             proof = Proof(model)
+
+            def forward() -> PackedForward:
+                scratch = _allocate(layers, PROOF_NUM_BLOCKS, PROOF_BLOCK_SIZE, model.device)
+                return PackedForward(model, scratch, PROOF_BLOCK_SIZE, backend)
+
+            if arithmetic != Arithmetic.FLOAT32:  # rounding would hide what the model does differently when packed
+                proof.check(forward())
+                layers = {index: replace(layer, dtype=torch.bfloat16) for index, layer in layers.items()}
             if isinstance(backend, NativeAttention):
-                if arithmetic != Arithmetic.FLOAT32:
-                    layers = {index: replace(layer, dtype=torch.bfloat16) for index, layer in layers.items()}
                 fuse_layers(model, backend, layers, arithmetic)
             if model.device.type == "cpu":
                 pack_linears(model, kernels, arithmetic)
             if kernels is not None:
                 fuse(model, kernels)
-            scratch = _allocate(layers, PROOF_NUM_BLOCKS, PROOF_BLOCK_SIZE, model.device)
-            proof.check(PackedForward(model, scratch, PROOF_BLOCK_SIZE, backend), is_rounded=arithmetic != Arithmetic.FLOAT32)
+            proof.check(forward(), ROUNDING_TOLERANCE.get(arithmetic))
             self._num_blocks = self._choose_num_blocks(layers, kv_cache_tokens, model.device)
             _return_freed_memory(model)
             caches = _allocate(layers, self._num_blocks, block_size, model.device)

@@ -21,6 +21,7 @@ Forward = Callable[[Sequence[tuple[Sequence[int], Segment]], Sequence[int]], tor
 TOLERANCE = {torch.float32: 1e-3}
 """Mean absolute difference of logits over their standard deviation. Wrong attention differs by 0.01 and far more."""
 LOW_PRECISION_TOLERANCE = 0.1
+EIGHT_BIT_TOLERANCE = 0.4
 PROOF_NUM_BLOCKS = 4
 PROOF_BLOCK_SIZE = 4
 SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -91,12 +92,12 @@ class Proof:
             model.set_attn_implementation(ATTENTION_NAME)
 
     @torch.inference_mode()
-    def check(self, forward: Forward, *, is_rounded: bool = False) -> None:
+    def check(self, forward: Forward, tolerance: float | None = None) -> None:
         """Runs the packed forward over scratch caches of PROOF_NUM_BLOCKS blocks of PROOF_BLOCK_SIZE tokens.
 
         Args:
             forward: what is to be proved.
-            is_rounded: whether it multiplies in fewer bits than the model's own type has.
+            tolerance: see TOLERANCE; by default what the model's own type allows.
 
         Raises:
             UnsupportedModelError: the logits differ by more than rounding.
@@ -108,14 +109,14 @@ class Proof:
             mixed = forward([(second[4:], Segment(1, 5, blocks[1])), (first[4:], Segment(3, 7, blocks[0]))], [0, 3])
         except Exception as error:
             raise _refuse(self._model, f"packed inputs fail ({type(error).__name__}: {error})") from error
-        tolerance = LOW_PRECISION_TOLERANCE if is_rounded else TOLERANCE.get(self._model.dtype, LOW_PRECISION_TOLERANCE)
+        allowed = TOLERANCE.get(self._model.dtype, LOW_PRECISION_TOLERANCE) if tolerance is None else tolerance
         for packed, alone, what in (
             (chunks[0], alone_first[3], "a packed prompt"),
             (chunks[1], alone_second[3], "a packed prompt"),
             (mixed[1], alone_first[6], "a prompt in chunks"),
             (mixed[0], alone_second[4], "a decode step"),
         ):
-            _compare(self._model, packed, alone, what, tolerance)
+            _compare(self._model, packed, alone, what, allowed)
 
 
 def _logits_alone(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:

@@ -27,10 +27,11 @@ def choose_dtype(dtype: str, device: torch.device, stored: torch.dtype | None = 
         return chosen
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-    return torch.bfloat16 if _cpu_has_bfloat16() and stored != torch.float32 else torch.float32
+    return torch.bfloat16 if cpu_has_bfloat16() and stored != torch.float32 else torch.float32
 
 
-def _cpu_has_bfloat16() -> bool:
+def cpu_has_bfloat16() -> bool:
+    """Whether the processor has instructions for it."""
     capabilities = torch.cpu.get_capabilities()
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 

@@ -26,6 +26,11 @@ struct Attention {
     int num_threads, is_bf16, cache_is_bf16;  // whether the tensors of the step, and the caches, are bfloat16
 
     long group() const { return num_heads / num_kv_heads; }
+    long num_singles() const {  // rows of one token, which come first
+        long count = 0;
+        while (count < num_rows && rows[count * 4 + 1] == 1) ++count;
+        return count;
+    }
 };
 
 struct Item {

@@ -39,7 +39,7 @@ void linear(const float* x, const Weight* weight, const float* bias, float* y, l
             int num_threads) {
     float* room = scratch(packed_floats(rows, depth));
 #pragma omp parallel num_threads(num_threads)
-    multiply_in_team(x, depth, *weight, bias, y, columns, rows, columns, depth, room);
+    multiply_in_team(x, depth, *weight, bias, y, columns, rows, rows, columns, depth, room);
 }
 
 // Packs a weight in 4 or 8 bits, into words that are 0; returns 0 when it has values that these cannot hold: any but

@@ -52,7 +52,7 @@ struct Layer {
 
 // For a team.
 void run_layer(const Layer& l, Attention a, float* hidden, const float* cos, const float* sin, float* room) {
-    const long T = a.num_tokens, head_dim = a.key_dim, width = (a.num_heads + 2 * a.num_kv_heads) * head_dim;
+    const long T = a.num_tokens, singles = a.num_singles(), head_dim = a.key_dim, width = (a.num_heads + 2 * a.num_kv_heads) * head_dim;
     float* x = room;  // [T][dim]
     float* qkv = x + T * l.dim;
     float* mixed = qkv + T * width;                     // [T][heads * head dim]
@@ -67,7 +67,7 @@ void run_layer(const Layer& l, Attention a, float* hidden, const float* cos, con
 #pragma omp for schedule(static)
     for (long t = 0; t < T; ++t)
         normalize(hidden + t * l.dim, l.input_norm, x + t * l.dim, l.dim, l.norm_epsilon, l.norm_offset);
-    multiply_in_team(x, l.dim, l.qkv, l.qkv_bias, qkv, width, T, width, l.dim, xs);
+    multiply_in_team(x, l.dim, l.qkv, l.qkv_bias, qkv, width, singles, T, width, l.dim, xs);
 #pragma omp for schedule(static)
     for (long t = 0; t < T; ++t)
         for (long h = 0; h < a.num_heads + a.num_kv_heads; ++h) {
@@ -77,17 +77,17 @@ void run_layer(const Layer& l, Attention a, float* hidden, const float* cos, con
             rotate(head, cos + t * l.rotary, sin + t * l.rotary, l.rotary);
         }
     a.cache_is_bf16 ? attend<float, bf16>(a) : attend<float, float>(a);
-    multiply_in_team(mixed, a.num_heads * head_dim, l.output, l.output_bias, x, l.dim, T, l.dim,
+    multiply_in_team(mixed, a.num_heads * head_dim, l.output, l.output_bias, x, l.dim, singles, T, l.dim,
                      a.num_heads * head_dim, xs);
 #pragma omp for schedule(static)
     for (long t = 0; t < T; ++t) {
         for (long d = 0; d < l.dim; ++d) hidden[t * l.dim + d] += x[t * l.dim + d];
         normalize(hidden + t * l.dim, l.middle_norm, x + t * l.dim, l.dim, l.norm_epsilon, l.norm_offset);
     }
-    multiply_in_team(x, l.dim, l.gate_up, l.gate_up_bias, gates, 2 * l.inner, T, 2 * l.inner, l.dim, xs);
+    multiply_in_team(x, l.dim, l.gate_up, l.gate_up_bias, gates, 2 * l.inner, singles, T, 2 * l.inner, l.dim, xs);
 #pragma omp for schedule(static)
     for (long t = 0; t < T; ++t) gate_row(gates + t * 2 * l.inner, gates + t * 2 * l.inner + l.inner, l.inner);
-    multiply_in_team(gates, 2 * l.inner, l.down, l.down_bias, x, l.dim, T, l.dim, l.inner, xs);
+    multiply_in_team(gates, 2 * l.inner, l.down, l.down_bias, x, l.dim, singles, T, l.dim, l.inner, xs);
 #pragma omp for schedule(static)
     for (long t = 0; t < T; ++t)
         for (long d = 0; d < l.dim; ++d) hidden[t * l.dim + d] += x[t * l.dim + d];

@@ -17,8 +17,8 @@ namespace {
 // What a product multiplies in. Sums are float32 (INT8: exact within a block of 32).
 enum Arithmetic : long {
     FLOAT32 = 0,
-    BFLOAT16 = 1,  // weights and rows are rounded to bfloat16
-    INT8 = 2,      // rows are rounded to 8 bits with a scale per row; weights to 8 bits, unless a file had them in 4
+    BFLOAT16 = 1,  // rows are rounded to bfloat16, and weights, unless a file had them in 4 or 8 bits
+    INT8 = 2,      // rows are rounded to 8 bits with a scale per BLOCK of a row; weights to 8 bits, unless a file had them in 4
 };
 
 constexpr long BLOCK = 32;
@@ -40,14 +40,11 @@ struct Place {
 
 // Where value (k, n) of a panel lies among its words, such that vectors of words expand without moving values between lanes.
 inline Place place(Arithmetic arithmetic, long bits, long k, long n) {
-    const long many = 32 / bits;
-    if (arithmetic == BFLOAT16) {  // lanes take turns: even k, odd k of one column; two vectors for VL columns
-        const long group = k / (2 * many) * (NR / VL) + n / VL, half = n % VL / (VL / 2);
-        return {(group * 2 + half) * VL + n % (VL / 2) * 2 + k % 2, int(k / 2 % many * bits)};
-    }
+    const long many = 32 / bits, word = k / many * NR + n;
+    if (arithmetic == BFLOAT16) return {word, int(k % 2 * 16 + k % many / 2 * bits)};  // half a word: even k; the other: odd
     if (arithmetic == INT8 && bits == 4)  // the low halves of four bytes are four values of the depth, the high ones the next
-        return {k / many * NR + n, int(k % 4 * 8 + k / 4 % 2 * 4)};
-    return {k / many * NR + n, int(k % many * bits)};
+        return {word, int(k % 4 * 8 + k / 4 % 2 * 4)};
+    return {word, int(k % many * bits)};
 }
 
 // Rows [from, from + count) of a panel as floats [count][NR]; `from` is a multiple of BLOCK unless they are floats already.
@@ -88,59 +85,68 @@ inline const float* expand_floats(const Weight& w, long panel, long depth, long 
 
 #if defined(__AVX512BF16__)
 
-// Rows [from, from + count) of a panel as pairs [count / 2][NR][2] of bfloat16; `from` is a multiple of BLOCK.
+// Values of a quantised weight as bfloat16, which holds q exactly: calls visit(pair, half, vector) for each pair of rows of
+// [from, from + count) and each half of a panel's columns; the vector has [VL columns][2].
+template <typename F>
+inline void visit_pairs(const Weight& w, long panel, long depth, long from, long count, F visit) {
+    const long row = panel * depth + from;
+    const __m512i* words = reinterpret_cast<const __m512i*>(static_cast<const int32_t*>(w.data) + row / (32 / w.bits) * NR);
+    if (w.bits == 4) {
+        alignas(64) bf16 levels[32];
+        for (int i = 0; i < 32; ++i) put(levels + i, float(i % 16));  // a look-up minds five bits, of which four are ours
+        const __m512i table = _mm512_load_si512(levels);
+        for (long pair = 0; pair < count / 2; pair += 4, words += 2)
+            for (int half = 0; half < 2; ++half) {
+                const __m512i word = _mm512_loadu_si512(words + half);
+                visit(pair, half, _mm512_permutexvar_epi16(word, table));
+                visit(pair + 1, half, _mm512_permutexvar_epi16(_mm512_srli_epi16(word, 4), table));
+                visit(pair + 2, half, _mm512_permutexvar_epi16(_mm512_srli_epi16(word, 8), table));
+                visit(pair + 3, half, _mm512_permutexvar_epi16(_mm512_srli_epi16(word, 12), table));
+            }
+    } else {
+        const auto rounded = [](__m512i q) {
+            const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm512_castsi512_si256(q)));
+            const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm512_extracti64x4_epi64(q, 1)));
+            return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+        };
+        for (long pair = 0; pair < count / 2; pair += 2, words += 2)
+            for (int half = 0; half < 2; ++half) {
+                const __m512i word = _mm512_loadu_si512(words + half);
+                visit(pair, half, rounded(_mm512_srai_epi16(_mm512_slli_epi16(word, 8), 8)));
+                visit(pair + 1, half, rounded(_mm512_srai_epi16(word, 8)));
+            }
+    }
+}
+
+// Rows [from, from + count) of a panel as pairs [count / 2][NR][2] of q, without its scale; `from` is a multiple of BLOCK.
+inline void expand_codes(const Weight& w, long panel, long depth, long from, long count, bf16* out) {
+    visit_pairs(w, panel, depth, from, count, [&](long pair, int half, __m512i q) {
+        _mm512_store_si512(out + (pair * 2 + half) * NR, q);
+    });
+}
+
+// The same of the weights themselves, rounded. Weights that are whole bfloat16 are where they are.
 inline const bf16* expand_pairs(const Weight& w, long panel, long depth, long from, long count, bf16* out) {
     if (w.bits == 16) return static_cast<const bf16*>(w.data) + (panel * round_up(depth, BLOCK) + from) * NR;
-    const long row = panel * depth + from, block = row / BLOCK, many = 32 / w.bits;
-    const __m512i* words = static_cast<const __m512i*>(w.data) + row / many * NR / VL;
-    const __m512i low = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
-    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
-    for (long b = 0; b < count / BLOCK; ++b)
+    alignas(64) int16_t turns[32];
+    for (int i = 0; i < 32; ++i) turns[i] = int16_t(i / 2 + i % 2 * VL);
+    const __m512i by_turns = _mm512_load_si512(turns), odd = _mm512_set1_epi32(int(0xffff0000));
+    const long per_block = w.bits == 4 ? 2 * NR : NR;
+    const float* scales = w.scales + (panel * depth + from) / BLOCK * per_block;
+    for (long k = 0; k < count; k += BLOCK, scales += per_block, out += BLOCK * NR) {
+        __m512 d[2], low[2];
         for (int half = 0; half < 2; ++half) {
-            bf16* to = out + b * BLOCK * NR + half * NR;
-            const auto pair = [&](__m512 left, __m512 right, long p) {
-                const __m512bh rounded = _mm512_cvtne2ps_pbh(right, left);
-                std::memcpy(to + p * 2 * NR, &rounded, 64);
-            };
-            if (w.bits == 4) {
-                const float* scale = w.scales + (block + b) * 2 * NR + half * VL;
-                const __m512 scales = _mm512_loadu_ps(scale), minima = _mm512_loadu_ps(scale + NR);
-                const __m512 m0 = _mm512_permutexvar_ps(low, minima), m1 = _mm512_permutexvar_ps(high, minima);
-                __m512 d0[7], d1[7];  // see expand_floats
-                d0[0] = _mm512_permutexvar_ps(low, scales), d1[0] = _mm512_permutexvar_ps(high, scales);
-                for (int j = 1; j < 7; ++j) {
-                    d0[j] = _mm512_mul_ps(d0[j - 1], _mm512_set1_ps(0.0625f));
-                    d1[j] = _mm512_mul_ps(d1[j - 1], _mm512_set1_ps(0.0625f));
-                }
-                for (int group = 0; group < 2; ++group) {
-                    const __m512i* here = words + ((b * 2 + group) * 2 + half) * 2;
-                    const __m512i w0 = _mm512_loadu_si512(here), w1 = _mm512_loadu_si512(here + 1);
-#pragma GCC unroll 7
-                    for (int j = 0; j < 7; ++j) {
-                        const __m512i mask = _mm512_set1_epi32(15 << (4 * j));
-                        pair(_mm512_fmadd_ps(d0[j], _mm512_cvtepi32_ps(_mm512_and_si512(w0, mask)), m0),
-                             _mm512_fmadd_ps(d1[j], _mm512_cvtepi32_ps(_mm512_and_si512(w1, mask)), m1), group * 8 + j);
-                    }
-                    pair(_mm512_fmadd_ps(d0[0], _mm512_cvtepi32_ps(_mm512_srli_epi32(w0, 28)), m0),
-                         _mm512_fmadd_ps(d1[0], _mm512_cvtepi32_ps(_mm512_srli_epi32(w1, 28)), m1), group * 8 + 7);
-                }
-            } else {
-                const __m512 scales = _mm512_loadu_ps(w.scales + (block + b) * NR + half * VL);
-                const __m512 d0 = _mm512_permutexvar_ps(low, scales), d1 = _mm512_permutexvar_ps(high, scales);
-                for (int group = 0; group < 4; ++group) {
-                    const __m512i* here = words + ((b * 4 + group) * 2 + half) * 2;
-                    const __m512i w0 = _mm512_loadu_si512(here), w1 = _mm512_loadu_si512(here + 1);
-#pragma GCC unroll 4
-                    for (int j = 0; j < 4; ++j) {
-                        const auto value = [&](__m512i word) {
-                            return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(word, 24 - 8 * j), 24));
-                        };
-                        pair(_mm512_mul_ps(d0, value(w0)), _mm512_mul_ps(d1, value(w1)), group * 4 + j);
-                    }
-                }
-            }
+            d[half] = _mm512_loadu_ps(scales + half * VL);
+            low[half] = w.bits == 4 ? _mm512_loadu_ps(scales + NR + half * VL) : _mm512_setzero_ps();
         }
-    return out;
+        visit_pairs(w, panel, depth, from + k, BLOCK, [&](long pair, int half, __m512i q) {
+            const __m512 first = _mm512_fmadd_ps(d[half], (__m512)_mm512_slli_epi32(q, 16), low[half]);
+            const __m512 second = _mm512_fmadd_ps(d[half], (__m512)_mm512_and_si512(q, odd), low[half]);
+            const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(second, first);
+            _mm512_store_si512(out + (pair * 2 + half) * NR, _mm512_permutexvar_epi16(by_turns, both));
+        });
+    }
+    return out - count * NR;
 }
 
 #endif
