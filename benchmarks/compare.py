@@ -97,7 +97,15 @@ def starting(name: str, port: int) -> Iterator[tuple[Server, str]]:
     if not binaries.is_dir():
         raise FileNotFoundError(f"not installed; install it with:\n{INSTALL[name]}")
     if name == "vllm":
-        command = [str(binaries / "vllm"), "serve", str(_folder()), "--served-model-name", MODEL, "--dtype", half_or_float()]
+        command = [
+            str(binaries / "vllm"),
+            "serve",
+            str(_folder()),
+            "--served-model-name",
+            MODEL,
+            "--dtype",
+            half_or_float(),
+        ]
         command += [*where, "--max-num-seqs", "64", "--max-model-len", "4096"]
         environment = {
             "VLLM_TARGET_DEVICE": "cpu",

@@ -27,7 +27,9 @@ from serve_app.text.tokenizer import Tokenizer
 PROMPT_WORDS, OUTPUT_TOKENS = (30, 120), (16, 128)
 
 
-async def run(engine: BatchInferenceEngine, prompts: Sequence[Sequence[int]], jobs: Sequence[Job], concurrency: int) -> LoadResult:
+async def run(
+    engine: BatchInferenceEngine, prompts: Sequence[Sequence[int]], jobs: Sequence[Job], concurrency: int
+) -> LoadResult:
     """Keeps `concurrency` requests in the engine until all jobs are done."""
     waiting: Iterator[tuple[int, Job]] = iter(enumerate(jobs))
     outcomes: list[Outcome] = []
@@ -62,10 +64,10 @@ def measure(engine: BatchInferenceEngine, tokenizer: Tokenizer, jobs: Sequence[J
     after = resource.getrusage(resource.RUSAGE_SELF)
     return {
         "load": f"c={concurrency}",
-        "tokens_per_s": result.tokens_per_s,
-        "ttft_p50_ms": result.ttft_p50_s * 1000,
-        "tpot_p50_ms": result.tpot_p50_s * 1000,
-        "gap_p50_ms": result.gap_p50_s * 1000,
+        "tokens_per_s": round(result.tokens_per_s, 1),
+        "ttft_p50_ms": round(result.ttft_p50_s * 1000, 1),
+        "tpot_p50_ms": round(result.tpot_p50_s * 1000, 1),
+        "gap_p50_ms": round(result.gap_p50_s * 1000, 1),
         "cpu_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
         "memory_mb": after.ru_maxrss / 1000,
         "errors": 0,
@@ -88,7 +90,9 @@ def main() -> int:
     for concurrency, count in {1: max(args.requests // 8, 4), 8: args.requests // 2, 32: args.requests}.items():
         jobs = mixed_jobs(count, args.seed, PROMPT_WORDS, OUTPUT_TOKENS, long_tail=False)
         rows.append(measure(engine, tokenizer, jobs, concurrency))
-        print(*(f"{name} {value:.1f}" if isinstance(value, float) else value for name, value in rows[-1].items()), flush=True)
+        print(
+            *(f"{name} {value:.1f}" if isinstance(value, float) else value for name, value in rows[-1].items()), flush=True
+        )
     engine.shutdown()
     print(json.dumps(rows))
     return 0

@@ -55,7 +55,7 @@ class EngineConfig(Section):
     """On CPU: our own kernels, compiled once where there is a C++ compiler; else, and when false, torch's operations."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """On CPU: what our kernels multiply in, and keep keys and values in. `auto`: bfloat16 where the CPU has instructions
-    for it and `model.dtype` is not float32, else float32. Sums, norms and the residual stream are float32 in either case."""
+    for it and `model.dtype` is not float32, else float32. Sums, norms and the residual stream are float32 in any case."""
     quantization: Literal["none", "int8"] = "none"
     """On CPU: `int8` rounds the rows of every product to 8 bits, each with a scale of its own, and weights that a file does
     not hold in fewer. Faster, and less faithful: docs/operations.md says by how much."""
@@ -83,6 +83,8 @@ class IngressLimits(Section):
     request_timeout_s: float | None = Field(default=None, gt=0)
     """No call takes longer, waiting or running: then its work ends with 504, or with an error event in a stream that has
     begun. A caller may ask for less (X-Request-Timeout-Seconds). When absent there is no limit."""
+    step_channel: bool = True
+    """Tokens come from an engine replica on the same machine as one message per step; else as one per token and call."""
     allow_chat_template: bool = False
     """Whether callers may bring their own chat template (it runs in a sandbox, but for as long as it likes)."""
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from functools import partial
 from typing import Any
 
 from ray import serve
 
+from serve_app.channel import Portion, StepSender, StepSenders
 from serve_app.config import EngineConfig, EngineLimits, ModelConfig, parse_section
 from serve_app.engine.engine import EngineStats
-from serve_app.engine.request import Delivery, RequestFailure, UserRequest
+from serve_app.engine.request import Delivery, RequestFailure, TokenOutput, UserRequest
 from serve_app.engine.stream import TokenStream
 from serve_app.errors import ServeAppError
 from serve_app.loading import load_engine
@@ -32,6 +34,7 @@ class EngineReplica:
         self._config = engine
         self._engine = load_engine(model=model, engine=engine)
         self._metrics = ReplicaMetrics()
+        self._senders = StepSenders()
         self.reconfigure(None)  # Serve calls it again if the YAML has a user_config
 
     def reconfigure(self, user_config: dict[str, Any] | None) -> None:
@@ -52,10 +55,15 @@ class EngineReplica:
         """The door: calls that arrive together enter the engine together. A refused one gets a stream that says so."""
         return self._engine.add_to_queue(requests)
 
-    async def generate(self, request: UserRequest) -> AsyncGenerator[list[Delivery], None]:
-        """One request's tokens, as they are drawn: a list per engine step, longer when the reader lags.
+    async def generate(self, request: UserRequest, channel: str | None = None) -> AsyncGenerator[Portion, None]:
+        """One request's tokens, as they are drawn, and a failure as the last delivery, as a value.
 
-        A failure is the last delivery, as a value. When the caller leaves, the request is cancelled.
+        When the caller leaves, the request is cancelled.
+
+        Args:
+            request: what is asked.
+            channel: the address of the caller's `StepReceiver`. Where it can be reached the tokens go there, and what is
+                yielded is the final word alone; else they are yielded, a portion per step, longer when the reader lags.
         """
         entering = asyncio.ensure_future(self._enter(request))
         try:
@@ -63,18 +71,22 @@ class EngineReplica:
         except asyncio.CancelledError:  # left at the door: the stream that is to come is not wanted
             entering.add_done_callback(_close_stream)
             raise
-        ending, num_tokens = "cancelled", 0
+        told: list[Delivery] = []
         try:
+            sender = await self._senders.to(channel)
+            if sender is not None:
+                await stream.forward(partial(_send, sender, request.request_id, told))
+                yield Portion(len(told), []) if sender.is_open else Portion(0, list(told))
             async for outputs in stream.batches():
-                num_tokens += len(outputs)
-                ending = outputs[-1].finish_reason or ending
-                yield list(outputs)
+                told += outputs
+                yield Portion(len(told) - len(outputs), list(outputs))
         except ServeAppError as error:
-            ending = error.type
-            yield [RequestFailure(request.request_id, error)]
+            told.append(RequestFailure(request.request_id, error))
+            yield Portion(len(told) - 1, told[-1:])
         finally:
             stream.close()
-            self._metrics.request_ended(ending, len(request.prompt_token_ids), num_tokens)
+            num_tokens = sum(isinstance(delivery, TokenOutput) for delivery in told)
+            self._metrics.request_ended(_ending(told), len(request.prompt_token_ids), num_tokens)
 
     async def stats(self) -> EngineStats:
         """Numbers of this moment."""
@@ -98,7 +110,24 @@ class EngineReplica:
         """Called by Serve once the replica has drained, or its time is over: lets what runs end, then stops."""
         while self._engine.num_unfinished:  # noqa: ASYNC110 - the engine's thread has no event to await, and this is rare
             await asyncio.sleep(DRAIN_POLL_S)
+        await self._senders.close()
         await asyncio.to_thread(self._engine.shutdown)
+
+
+def _send(sender: StepSender, request_id: str, told: list[Delivery], delivery: Delivery) -> bool:
+    """Sends a request's next delivery, and notes that it was told."""
+    if not sender.send(request_id, len(told), delivery):
+        return False
+    told.append(delivery)
+    return True
+
+
+def _ending(told: list[Delivery]) -> str:
+    """How a request ended, by what it was told."""
+    last = told[-1] if told else None
+    if isinstance(last, RequestFailure):
+        return last.error.type
+    return "cancelled" if last is None else last.finish_reason or "cancelled"
 
 
 def _close_stream(entering: asyncio.Future[TokenStream]) -> None:

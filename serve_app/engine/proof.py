@@ -124,9 +124,7 @@ def _logits_alone(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
     return logits
 
 
-def _compare(
-    model: PreTrainedModel, packed: torch.Tensor, alone: torch.Tensor, what: str, tolerance: float
-) -> None:
+def _compare(model: PreTrainedModel, packed: torch.Tensor, alone: torch.Tensor, what: str, tolerance: float) -> None:
     packed, alone = packed.float(), alone.float()
     difference = float((packed - alone).abs().mean() / alone.std().clamp_min(1e-6))
     if not difference <= tolerance:

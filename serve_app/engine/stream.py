@@ -37,20 +37,37 @@ class TokenStream:
         self._cancel = cancel
         self._arrived: deque[Delivery] = deque()
         self._waiter: asyncio.Future[None] | None = None
+        self._send: Callable[[Delivery], bool] | None = None
 
     def put(self, delivery: Delivery) -> None:
         """Adds what a step told. Called in the loop's thread when there is a loop, else in the engine's."""
+        if self._send is not None and self._send(delivery):
+            self.has_ended = isinstance(delivery, RequestFailure) or delivery.finish_reason is not None
+            if self.has_ended:
+                self._wake()
+            return
+        self._send = None
         with self.arrival:
             self._arrived.append(delivery)
             self.arrival.notify_all()
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._wake()
 
     def close(self) -> None:
         """Leaves: an unfinished request is cancelled and its blocks are freed within one step."""
         if not self.has_ended:
             self.has_ended = True
             self._cancel(self.request_id)
+
+    async def forward(self, send: Callable[[Delivery], bool]) -> None:
+        """Hands deliveries, a failure too, to `send` in the moment they come, until the last, or until it says False: what
+        it did not take is then read like any other."""
+        self._send = send
+        arrived, self._arrived = self._arrived, deque()
+        for delivery in arrived:
+            self.put(delivery)
+        if self._send is not None and not self.has_ended:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
 
     async def batches(self) -> AsyncIterator[list[TokenOutput]]:
         """Everything that has arrived since the last look: one token for a reader who keeps up, more for one who lags."""
@@ -70,6 +87,10 @@ class TokenStream:
             with self.arrival:
                 self.arrival.wait_for(lambda: self._arrived)
             yield from self._take(1)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def _take(self, count: int) -> list[TokenOutput]:
         outputs: list[TokenOutput] = []

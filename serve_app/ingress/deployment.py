@@ -26,7 +26,7 @@ class IngressReplica:
             model_name=model.name or checkpoint.name,
             tokenizer=Tokenizer.load(checkpoint.path, checkpoint.revision),
             facts=read_facts(checkpoint, model.max_model_len),
-            client=ServeEngineClient(engine),
+            client=ServeEngineClient(engine, lambda: self._api.limits.step_channel),
             limits=IngressLimits(),
             reasoning_tags=None if model.reasoning_tags is None else (model.reasoning_tags[0], model.reasoning_tags[1]),
         )

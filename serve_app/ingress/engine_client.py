@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from typing import Any, Protocol
 
 from ray.exceptions import RayError
 from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
+from serve_app.channel import Inbox, StepReceiver
 from serve_app.engine.request import Delivery, UserRequest
-from serve_app.errors import EngineUnavailableError, OverloadedError
+from serve_app.errors import EngineUnavailableError, OverloadedError, ServeAppError
 
 logger = logging.getLogger(__name__)
 
@@ -34,25 +36,36 @@ class EngineClient(Protocol):
 
 
 class ServeEngineClient:
-    """Calls the engine deployment through its Serve handle, by value: small messages need no object store."""
+    """Calls the engine deployment through its Serve handle, by value: small messages need no object store.
 
-    def __init__(self, handle: DeploymentHandle[Any]) -> None:
+    Args:
+        handle: of the engine deployment.
+        uses_channel: asked at each call: whether its tokens may come through the step channel (see `serve_app.channel`).
+    """
+
+    def __init__(self, handle: DeploymentHandle[Any], uses_channel: Callable[[], bool] = lambda: True) -> None:
         self._generate = handle.options(method_name="generate", stream=True, _by_reference=False)
         self._ready = handle.options(method_name="ready", _by_reference=False)
+        self._uses_channel = uses_channel
+        self._receiver = StepReceiver()
+        self._calls: set[asyncio.Task[None]] = set()
 
     async def generate(self, request: UserRequest) -> AsyncGenerator[list[Delivery], None]:
         """See `EngineClient.generate`."""
-        response: Any = self._generate.remote(request)
+        await self._receiver.start()
+        inbox = self._receiver.open(request.request_id)
+        response: Any = self._generate.remote(request, self._receiver.address if self._uses_channel() else None)
+        call = asyncio.create_task(_read(response, request.request_id, inbox))
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
         try:
-            async for deliveries in response:
-                yield deliveries
-        except BackPressureError:
-            raise OverloadedError("All model replicas have as many requests as they may.") from None
-        except (RayError, RayServeException) as error:
-            logger.exception("request %s: the engine call failed", request.request_id)
-            raise EngineUnavailableError("The model replica serving this request is gone.") from error
+            async with aclosing(inbox.batches()) as batches:
+                async for deliveries in batches:
+                    yield deliveries
         finally:
-            response.cancel()
+            self._receiver.close(request.request_id)
+            if not inbox.has_ended:  # else the final word is on its way
+                response.cancel()
 
     async def check_ready(self) -> None:
         """See `EngineClient.check_ready`."""
@@ -61,3 +74,19 @@ class ServeEngineClient:
                 await self._ready.remote()
         except (TimeoutError, RayError, RayServeException) as error:
             raise EngineUnavailableError("No model replica is ready.") from error
+
+
+async def _read(response: Any, request_id: str, inbox: Inbox) -> None:
+    """Puts what a call yields into an inbox; a failure of the call too."""
+    failure: ServeAppError | None = None
+    try:
+        async for portion in response:
+            inbox.add(portion)
+    except BackPressureError:
+        failure = OverloadedError("All model replicas have as many requests as they may.")
+    except (RayError, RayServeException):
+        if not inbox.has_ended:
+            logger.exception("request %s: the engine call failed", request_id)
+        failure = EngineUnavailableError("The model replica serving this request is gone.")
+    finally:
+        inbox.close(failure)

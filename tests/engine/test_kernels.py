@@ -14,7 +14,8 @@ from serve_app.engine.fusion import NativeGatedMlp, NativeRMSNorm, fuse
 from serve_app.engine.linear import NativeLinear, OneDnnLinear, PackedLinear, pack_linears
 from serve_app.engine.model_runner import ModelRunner
 from serve_app.engine.native import kernels as native
-from serve_app.engine.native.kernels import load_kernels
+from serve_app.engine.native.kernels import Arithmetic, load_kernels
+from serve_app.errors import ConfigError
 from serve_app.models.loader import load_model
 from tests.engine.test_attention import BLOCK_SIZE, CALLS, MIXES, NUM_BLOCKS, segments_of
 from tests.families import FAMILIES, tiny_model
@@ -82,13 +83,73 @@ def test_a_weight_that_is_almost_quantised_is_not_compressed(bits):
     assert KERNELS.pack(torch.randn(4, 33)).bits == 32
 
 
-def test_a_row_has_the_same_bits_alone_and_in_any_batch(threads):
+def arithmetics():
+    """Those of this processor; the others are skipped by name."""
+    return [
+        pytest.param(kind, id=kind.name, marks=() if KERNELS.supports(kind) else pytest.mark.skip("no such instructions"))
+        for kind in Arithmetic
+    ]
+
+
+@pytest.mark.parametrize("arithmetic", arithmetics())
+@pytest.mark.parametrize("bits", [0, 4, 8], ids=["random", "4 bits", "8 bits"])
+def test_a_row_has_the_same_bits_alone_and_in_any_batch(arithmetic, bits, threads):
     torch.manual_seed(0)
-    linear = NativeLinear(KERNELS, torch.randn(100, 600), torch.randn(100))
-    inputs = torch.randn(70, 600)
+    weight = quantised(bits, 100, 608) if bits else torch.randn(100, 608)
+    linear = NativeLinear(KERNELS, weight, torch.randn(100), arithmetic)
+    inputs = torch.randn(70, 608)
     alone = torch.cat([linear(row[None]) for row in inputs])
-    for rows in (2, 5, 12, 31, 70):
+    for rows in (2, 5, 12, 31, 33, 70):
         assert torch.equal(linear(inputs[:rows]), alone[:rows])
+
+
+@pytest.mark.parametrize("rows", [1, 7, 16, 17, 33, 70])
+@pytest.mark.parametrize(("columns", "depth"), [(33, 48), (64, 300), (1, 7), (200, 576)])
+@pytest.mark.skipif(not KERNELS.supports(Arithmetic.BFLOAT16), reason="no such instructions")
+def test_bfloat16_rounds_rows_and_weights_and_nothing_else(rows, columns, depth, threads):
+    torch.manual_seed(0)
+    weight, bias, inputs = torch.randn(columns, depth), torch.randn(columns), torch.randn(rows, depth)
+    packed = KERNELS.pack(weight, Arithmetic.BFLOAT16)
+    assert packed.bits == 16
+    expected = inputs.bfloat16().double() @ weight.bfloat16().double().T + bias
+    torch.testing.assert_close(KERNELS.linear(inputs, packed, bias, columns), expected.float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("rows", [1, 16, 40])
+@pytest.mark.skipif(not KERNELS.supports(Arithmetic.BFLOAT16), reason="no such instructions")
+def test_bfloat16_leaves_quantised_weights_as_they_are(bits, rows, threads):
+    weight, inputs = quantised(bits, 70, 352), torch.randn(rows, 352)
+    packed = KERNELS.pack(weight, Arithmetic.BFLOAT16)
+    assert packed.bits == bits
+    expected = inputs.bfloat16().double() @ weight.double().T
+    torch.testing.assert_close(KERNELS.linear(inputs, packed, None, 70), expected.float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("bits", [0, 4, 8], ids=["random", "4 bits", "8 bits"])
+@pytest.mark.parametrize("rows", [1, 6, 7, 40])
+@pytest.mark.skipif(not KERNELS.supports(Arithmetic.INT8), reason="no such instructions")
+def test_int8_rounds_blocks_of_rows(bits, rows, threads):
+    torch.manual_seed(0)
+    weight = quantised(bits, 70, 352) if bits else torch.randn(70, 352)
+    inputs = torch.randn(rows, 352)
+    inputs[:, 40] = 1000.0  # of one block only
+    packed = KERNELS.pack(weight, Arithmetic.INT8)
+    assert packed.bits == (bits or 8)
+
+    def rounded(values):
+        blocks = values.double().unflatten(-1, (-1, 32))
+        scale = blocks.abs().amax(-1, keepdim=True) / 127
+        return ((blocks / scale).round() * scale).flatten(-2)
+
+    expected = rounded(inputs) @ (weight.double() if bits else rounded(weight)).T
+    torch.testing.assert_close(KERNELS.linear(inputs, packed, None, 70).double(), expected, rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.skipif(not KERNELS.supports(Arithmetic.INT8), reason="no such instructions")
+def test_int8_multiplies_what_it_cannot_hold_in_float32():
+    for weight in (torch.randn(4, 33), torch.full((4, 32), float("inf"))):
+        assert KERNELS.pack(weight, Arithmetic.INT8).arithmetic == Arithmetic.FLOAT32
 
 
 def test_a_decoding_row_has_the_same_bits_alone_and_in_any_batch(threads):
@@ -139,9 +200,16 @@ def test_silu_mul(size, threads):
     torch.testing.assert_close(KERNELS.silu_mul_(gate.clone(), up), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("arithmetic", arithmetics())
+def test_nan_stays_with_its_row(arithmetic):
+    linear = NativeLinear(KERNELS, quantised(4, 40, 64), None, arithmetic)
+    inputs = torch.randn(3, 64)
+    inputs[1, 5] = float("nan")
+    assert linear(inputs).isnan().all(-1).tolist() == [False, True, False]
+
+
 def test_nan_stays_nan():
     inputs = torch.full((1, 1, 16), float("nan"))
-    assert NativeLinear(KERNELS, torch.ones(4, 16), None)(inputs).isnan().all()
     assert KERNELS.rms_norm(inputs, torch.ones(16), 1e-6, 0.0).isnan().all()
     assert KERNELS.silu_mul_(inputs.clone(), torch.ones(1, 1, 16)).isnan().all()
 
@@ -197,6 +265,31 @@ def test_what_is_replaced(family):
     assert kinds.count(nn.Linear) == 0
     if family in GATED:
         assert kinds.count(NativeRMSNorm) > 0
+
+
+@pytest.mark.parametrize("arithmetic", arithmetics())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("family", sorted(WHOLE_LAYERS))
+def test_whole_layers_in_every_arithmetic(family, dtype, arithmetic):
+    model = tiny_model(FAMILIES[family]()).to(dtype)
+    settings = {"precision": "bfloat16"} if arithmetic == Arithmetic.BFLOAT16 else {}
+    if arithmetic == Arithmetic.INT8:
+        settings = {"quantization": "int8"}
+    ModelRunner(model, end_token_ids=frozenset(), max_model_len=64, block_size=4, kv_cache_tokens=64, **settings)
+    assert any(isinstance(module, NativeDecoderLayers) for module in model.modules())
+
+
+def test_what_cannot_be_had_is_refused_by_name(monkeypatch):
+    def runner(**settings):
+        model = tiny_model(FAMILIES["llama"]())
+        return ModelRunner(model, end_token_ids=frozenset(), max_model_len=64, kv_cache_tokens=64, **settings)
+
+    with pytest.raises(ConfigError, match=r"engine\.quantization: int8 needs engine\.native_kernels"):
+        runner(quantization="int8", native_kernels=False)
+    monkeypatch.setattr(native.Kernels, "supports", lambda self, arithmetic: arithmetic == Arithmetic.FLOAT32)
+    with pytest.raises(ConfigError, match=r"engine\.precision: bfloat16 needs instructions"):
+        runner(precision="bfloat16")
+    assert runner(precision="auto").vocab_size
 
 
 def test_gated_feed_forward_outside_a_known_layer():

@@ -77,6 +77,22 @@ def test_64_concurrent_mixed_requests_get_what_each_gets_alone(deployed):
     deployed.wait_until_idle()
 
 
+def test_the_step_channel_and_the_call_itself_give_the_same_streams(deployed):
+    calls = [*mixed_calls(24), {"prompt": "scored", "max_tokens": 8, "logprobs": 3, "stream": True}]
+
+    def streams():
+        with ThreadPoolExecutor(len(calls)) as pool:
+            return list(pool.map(lambda call: tiny(deployed, **call).same, calls))
+
+    by_channel = streams()
+    deployed.deploy(lambda config: deployment_of(config, "Ingress")["user_config"].update(step_channel=False))
+    try:
+        assert streams() == by_channel
+    finally:
+        deployed.deploy()
+    deployed.wait_until_idle()
+
+
 def test_calls_that_arrive_together_share_steps(deployed):
     before = deployed.stats()
     with ThreadPoolExecutor(32) as pool:

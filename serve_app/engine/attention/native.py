@@ -42,9 +42,7 @@ class NativeAttention:
         return out
 
 
-def attention_arguments(
-    call: AttentionCall, num_heads: int, cache: LayerCache, dtype: torch.dtype
-) -> AttentionArguments:
+def attention_arguments(call: AttentionCall, num_heads: int, cache: LayerCache, dtype: torch.dtype) -> AttentionArguments:
     """What stays the same from step to step, given any cache of the layer's shape and dtype, and the tensors' dtype."""
     num_kv_heads, _, _, value_dim = cache.values.shape
     return AttentionArguments(
