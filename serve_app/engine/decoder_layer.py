@@ -18,6 +18,7 @@ from serve_app.engine.attention.backend import AttentionProbe, AttentionStep, La
 from serve_app.engine.attention.layout import PackedLayout, Segment
 from serve_app.engine.attention.native import NATIVE_DTYPES, NativeAttention, attention_arguments, set_step
 from serve_app.engine.fusion import NativeRMSNorm, fused_norm
+from serve_app.engine.memory import page_out
 from serve_app.engine.native.kernels import Arithmetic, AttentionArguments, Kernels, LayerArguments
 
 TRIAL_TOKENS = 7
@@ -144,6 +145,8 @@ def fuse_layers(
             candidate = _candidate(layer, call, backend.kernels, probes, arithmetic)
             if candidate is not None and _agree(layer, candidate, call, backend, probes, arithmetic):
                 setattr(parent, name, candidate)
+                for parameter in layer.parameters():
+                    page_out(parameter)
                 positions.append(call["position_embeddings"])
                 count += 1
         if isinstance(parent, nn.ModuleList) and len(positions) == len(parent) > 1:

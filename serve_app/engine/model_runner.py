@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import inspect
 import itertools
 from collections.abc import Sequence
@@ -20,6 +18,7 @@ from serve_app.engine.attention.native import NATIVE_DTYPES, NativeAttention
 from serve_app.engine.decoder_layer import fuse_layers
 from serve_app.engine.fusion import fuse
 from serve_app.engine.linear import pack_linears
+from serve_app.engine.memory import return_freed_memory
 from serve_app.engine.native.kernels import Arithmetic, Kernels, load_kernels
 from serve_app.engine.proof import (
     EIGHT_BIT_TOLERANCE,
@@ -144,8 +143,9 @@ class ModelRunner:
             if kernels is not None:
                 fuse(model, kernels)
             proof.check(forward(), ROUNDING_TOLERANCE.get(arithmetic))
-            self._num_blocks = self._choose_num_blocks(layers, kv_cache_tokens, model.device)
-            _return_freed_memory(model)
+            self._cache_bytes_per_token = sum(layer.bytes_per_token for layer in layers.values())
+            self._num_blocks = self._choose_num_blocks(kv_cache_tokens, model.device)
+            return_freed_memory(model)
             caches = _allocate(layers, self._num_blocks, block_size, model.device)
         self._forward = PackedForward(model, caches, block_size, backend)
         self._vocab_size = int(model.config.get_text_config().vocab_size)
@@ -171,7 +171,12 @@ class ModelRunner:
     def block_size(self) -> int:
         return self._block_size
 
-    def _choose_num_blocks(self, layers: dict[int, LayerProbe], num_tokens: int | None, device: torch.device) -> int:
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """Memory that one cached token takes, in all layers."""
+        return self._cache_bytes_per_token
+
+    def _choose_num_blocks(self, num_tokens: int | None, device: torch.device) -> int:
         if num_tokens is not None:
             if num_tokens < self._max_model_len:
                 raise ConfigError(
@@ -180,10 +185,7 @@ class ModelRunner:
                 )
         elif device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(device)
-            per_token = sum(
-                layer.num_kv_heads * (layer.key_dim + layer.value_dim) * layer.dtype.itemsize for layer in layers.values()
-            )
-            num_tokens = max(int(free * CUDA_CACHE_FRACTION) // per_token, self._max_model_len)
+            num_tokens = max(int(free * CUDA_CACHE_FRACTION) // self._cache_bytes_per_token, self._max_model_len)
         else:
             num_tokens = max(self._max_model_len, min(2 * self._max_model_len, DEFAULT_CACHE_TOKENS))
         return -(-num_tokens // self._block_size)
@@ -220,22 +222,6 @@ class ModelRunner:
             for (sequence, _), logprobs in zip(rows, found, strict=True):
                 scored.setdefault(sequence.request.request_id, []).append(logprobs)
         return scored
-
-
-def _return_freed_memory(model: PreTrainedModel) -> None:
-    """Gives the memory of replaced weights back to the system.
-
-    What is left of the weights is copied, because one tensor of a mapped file keeps the whole file mapped; and glibc's
-    allocator is told to keep nothing.
-    """
-    if model.device.type != "cpu":
-        return
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone()
-    gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _choose_arithmetic(model: PreTrainedModel, kernels: Kernels | None, precision: str, quantization: str) -> Arithmetic:

@@ -62,6 +62,11 @@ class LayerProbe:
     dtype: torch.dtype
     call: AttentionCall
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Of the layer's cache."""
+        return self.num_kv_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+
     def new_cache(self, num_blocks: int, block_size: int, device: torch.device) -> LayerCache:
         """A zeroed cache (padding that is gathered is multiplied by a weight of 0, so it must not hold NaN)."""
 

@@ -48,7 +48,6 @@ void linear(const float* x, const Weight* weight, const float* bias, float* y, l
 int compress_weight(const float* weight, long columns, long depth, long arithmetic, long bits, int rounds, uint32_t* words,
                     float* scales, int num_threads) {
     bool fits = true;
-    const int32_t bias = arithmetic == INT8 && bits == 8 ? 128 : 0;
 #pragma omp parallel for num_threads(num_threads) schedule(dynamic, 1)
     for (long panel = 0; panel < round_up(columns, NR) / NR; ++panel) {
         uint32_t* here = words + panel * depth / (32 / bits) * NR;
@@ -76,7 +75,7 @@ int compress_weight(const float* weight, long columns, long depth, long arithmet
                 }
                 for (long k = 0; k < BLOCK; ++k) {
                     const Place at = place(Arithmetic(arithmetic), bits, b * BLOCK + k, n);
-                    here[at.word] |= (uint32_t(q[k] + bias) & ((1u << bits) - 1)) << at.bit;
+                    here[at.word] |= (bits == 8 ? byte_of(Arithmetic(arithmetic), q[k]) : uint32_t(q[k])) << at.bit;
                 }
             }
         }

@@ -71,7 +71,7 @@ class Float32Product {
     alignas(64) float room[depth_tile * NR];
 };
 
-#if defined(__AVX512BF16__)
+#ifdef HAS_BFLOAT16_PRODUCTS
 
 #if defined(__AMX_BF16__) && defined(__linux__)
 
@@ -216,7 +216,7 @@ struct Bytes {
     static __m512 floats(Sums sums) { return _mm512_cvtepi32_ps(sums); }
 };
 
-#if defined(__AVX512BF16__)
+#ifdef HAS_BFLOAT16_PRODUCTS
 struct Pairs {
     using Value = bf16;
     using Code = bf16;
@@ -276,7 +276,7 @@ void multiply_quantised(const typename Kind::Value* x, long block_stride, long s
         }
 }
 
-#if defined(__AVX512BF16__)
+#ifdef HAS_BFLOAT16_PRODUCTS
 
 // Rows in bfloat16. A packed tile: rows as pack_rounded makes them, then what their blocks add up to.
 //
@@ -504,7 +504,7 @@ void multiply_in_team(const float* x, long ldx, const Weight& weight, const floa
 
 inline bool supports(Arithmetic arithmetic) {
 #if defined(__AVX512VNNI__)
-#if defined(__AVX512BF16__)
+#ifdef HAS_BFLOAT16_PRODUCTS
     if (arithmetic == BFLOAT16) return true;
 #endif
     if (arithmetic == INT8) return true;
@@ -517,7 +517,7 @@ inline bool supports(Arithmetic arithmetic) {
 inline void multiply_in_team(const float* x, long ldx, const Weight& weight, const float* bias, float* y, long ldy,
                              long singles, long rows, long columns, long depth, float* room) {
 #if defined(__AVX512VNNI__)
-#if defined(__AVX512BF16__)
+#ifdef HAS_BFLOAT16_PRODUCTS
     if (weight.arithmetic == BFLOAT16)
         return multiply_in_team<Bfloat16Product>(x, ldx, weight, bias, y, ldy, singles, rows, columns, depth, room);
 #endif

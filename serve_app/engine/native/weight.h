@@ -41,7 +41,11 @@ struct Place {
 // Where value (k, n) of a panel lies among its words, such that vectors of words expand without moving values between lanes.
 inline Place place(Arithmetic arithmetic, long bits, long k, long n) {
     const long many = 32 / bits, word = k / many * NR + n;
-    if (arithmetic == BFLOAT16) return {word, int(k % 2 * 16 + k % many / 2 * bits)};  // half a word: even k; the other: odd
+    if (arithmetic == BFLOAT16 && bits == 4) return {word, int(k % 2 * 16 + k % 8 / 2 * 4)};  // half a word: even k; half: odd
+    if (arithmetic == BFLOAT16) {  // as unpacking takes bytes apart: eight of each 16 for one pair of k, eight for the next
+        const long byte = n % VL / 4 * 16 + k % 4 / 2 * 8 + n % 4 * 2 + k % 2;
+        return {k / 4 * NR + n / VL * VL + byte / 4, int(byte % 4 * 8)};
+    }
     if (arithmetic == INT8 && bits == 4)  // the low halves of four bytes are four values of the depth, the high ones the next
         return {word, int(k % 4 * 8 + k / 4 % 2 * 4)};
     return {word, int(k % many * bits)};
@@ -83,7 +87,8 @@ inline const float* expand_floats(const Weight& w, long panel, long depth, long 
     return out;
 }
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+#define HAS_BFLOAT16_PRODUCTS
 
 // Values of a quantised weight as bfloat16, which holds q exactly: calls visit(pair, half, vector) for each pair of rows of
 // [from, from + count) and each half of a panel's columns; the vector has [VL columns][2].
@@ -103,17 +108,23 @@ inline void visit_pairs(const Weight& w, long panel, long depth, long from, long
                 visit(pair + 2, half, _mm512_permutexvar_epi16(_mm512_srli_epi16(word, 8), table));
                 visit(pair + 3, half, _mm512_permutexvar_epi16(_mm512_srli_epi16(word, 12), table));
             }
-    } else {
-        const auto rounded = [](__m512i q) {
-            const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm512_castsi512_si256(q)));
-            const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm512_extracti64x4_epi64(q, 1)));
-            return (__m512i)_mm512_cvtne2ps_pbh(high, low);
-        };
+    } else {  // sign and magnitude: the halves of a magnitude's bfloat16 are looked up
+        alignas(64) uint8_t low[128], high[128];
+        for (int i = 0; i < 128; ++i) {
+            bf16 value;
+            put(&value, float(i));
+            low[i] = uint8_t(value.bits), high[i] = uint8_t(value.bits >> 8);
+        }
+        const __m512i low0 = _mm512_load_si512(low), low1 = _mm512_load_si512(low + 64);
+        const __m512i high0 = _mm512_load_si512(high), high1 = _mm512_load_si512(high + 64);
+        const __m512i sign = _mm512_set1_epi8(char(0x80));
         for (long pair = 0; pair < count / 2; pair += 2, words += 2)
             for (int half = 0; half < 2; ++half) {
-                const __m512i word = _mm512_loadu_si512(words + half);
-                visit(pair, half, rounded(_mm512_srai_epi16(_mm512_slli_epi16(word, 8), 8)));
-                visit(pair + 1, half, rounded(_mm512_srai_epi16(word, 8)));
+                const __m512i q = _mm512_loadu_si512(words + half);
+                const __m512i lower = _mm512_permutex2var_epi8(low0, q, low1);
+                const __m512i upper = _mm512_or_si512(_mm512_permutex2var_epi8(high0, q, high1), _mm512_and_si512(q, sign));
+                visit(pair, half, _mm512_unpacklo_epi8(lower, upper));
+                visit(pair + 1, half, _mm512_unpackhi_epi8(lower, upper));
             }
     }
 }
@@ -196,6 +207,12 @@ inline bool compress_block(const float* w, long bits, int* q, float& scale, floa
 #else
 inline bool compress_block(const float*, long, int*, float&, float&) { return false; }
 #endif
+
+// How an 8-bit value lies in its byte.
+inline uint32_t byte_of(Arithmetic arithmetic, int q) {
+    if (arithmetic == BFLOAT16) return uint32_t(std::abs(q)) | (q < 0 ? 0x80 : 0);
+    return uint32_t(arithmetic == INT8 ? q + 128 : q) & 0xff;
+}
 
 // The nearest 8-bit values of BLOCK weights, with the scale that uses all of them. NaN and infinity fail.
 inline bool round_block(const float* w, int* q, float& scale) {
