@@ -262,6 +262,9 @@ def main() -> int:
                 print(f"{name} is left out: {error}")
                 continue
             show(measured)
+            if not all(row.tokens_per_s for row in measured):
+                print(f"{name} is left out: a load gave no token")
+                continue
             rows += measured
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "compare.json").write_text(json.dumps([asdict(row) for row in rows], indent=1))

@@ -48,7 +48,7 @@ def step_s(engine: BatchInferenceEngine, rows: int, context: int, tokens: int, t
 
 
 def bandwidth() -> float:
-    """Bytes per second that two threads read from memory."""
+    """Bytes per second that torch's threads read, from memory or from a cache that holds so much."""
     numbers = torch.empty(400_000_000, dtype=torch.uint8)
     best = 0.0
     for _ in range(5):
