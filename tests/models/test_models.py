@@ -107,6 +107,8 @@ def test_auto_dtype_is_bfloat16_only_where_it_is_native(monkeypatch):
     cpu = torch.device("cpu")
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
     assert choose_dtype("auto", cpu) is torch.bfloat16
+    assert choose_dtype("auto", cpu, stored=torch.bfloat16) is torch.bfloat16
+    assert choose_dtype("auto", cpu, stored=torch.float32) is torch.float32  # our kernels round what they multiply
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
     assert choose_dtype("auto", cpu) is torch.float32
     assert choose_dtype("float16", cpu) is torch.float16
