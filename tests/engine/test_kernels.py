@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from serve_app.engine.attention.layout import AttentionCall, LayerCache, PackedLayout
+from serve_app.engine.attention.layout import AttentionCall, LayerCache, PackedLayout, Segment
 from serve_app.engine.attention.native import NativeAttention
 from serve_app.engine.attention.reference import ReferenceAttention
 from serve_app.engine.decoder_layer import NativeDecoderLayers
@@ -167,6 +167,29 @@ def test_a_decoding_row_has_the_same_bits_alone_and_in_any_batch(threads):
     together = attend(range(4))
     for row in range(4):
         assert torch.equal(attend([row]), together[row : row + 1])
+
+
+@pytest.mark.parametrize("call", [*CALLS.values(), {"sliding_window": 1200}], ids=[*CALLS, "window of spans"])
+def test_long_contexts_are_cut_into_spans(call, threads):
+    torch.manual_seed(0)
+    asked = AttentionCall(0.25, call.get("sliding_window"), call.get("softcap"), call.get("s_aux"))
+    lengths, block_size = (1700, 1025, 512, 9), 16
+    blocks = iter(torch.randperm(300).tolist())
+    segments = [Segment(1, n, [next(blocks) for _ in range(-(-n // block_size))]) for n in lengths]
+    segments.append(Segment(5, 700, [next(blocks) for _ in range(44)]))
+    cache = LayerCache(torch.randn(2, 300, block_size, 32), torch.randn(2, 300, block_size, 32))
+    query, key, value = torch.randn(6, 9, 32), torch.randn(2, 9, 32), torch.randn(2, 9, 32)
+
+    def attend(backend, chosen, tokens):
+        layout = PackedLayout(chosen, block_size, torch.device("cpu"))
+        new = LayerCache(key[:, tokens], value[:, tokens])
+        return backend.attend(query[:, tokens], new, copy.deepcopy(cache), layout, asked)
+
+    together = attend(NativeAttention(KERNELS), segments, slice(0, 9))
+    torch.testing.assert_close(together, attend(ReferenceAttention(), segments, slice(0, 9)), rtol=1e-4, atol=1e-5)
+    for row in range(4):
+        alone = attend(NativeAttention(KERNELS), [segments[row]], slice(row, row + 1))
+        assert torch.equal(alone, together[row : row + 1])
 
 
 @pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES)

@@ -19,6 +19,7 @@ struct Attention {
     const int64_t* blocks;            // block ids of all rows
     const int64_t* slots;             // [tokens]: where each token's key and value go
     const float* sinks;               // [heads] or null
+    float* partials;                  // see partial_floats
     long query_head_stride, query_token_stride, key_head_stride, key_token_stride, value_head_stride,
         value_token_stride;
     long num_rows, num_tokens, num_heads, num_kv_heads, key_dim, value_dim, block_size, num_slots, window;
@@ -34,8 +35,31 @@ struct Attention {
 };
 
 struct Item {
-    long row, head, first, tokens;
+    long row, head, first, tokens;  // of a row of one token: which span of its context, and 1
 };
+
+// A long context of one token is cut into spans, so that a few rows keep all threads busy. Where it is cut depends on the
+// context alone: the result does not depend on who shares the step.
+constexpr long SPAN = 512;
+
+struct Context {
+    long low, count;  // first position that is seen, and how many are
+    long spans() const { return (count + SPAN - 1) / SPAN; }
+};
+inline Context context_of(const Attention& a, long row) {
+    const long length = a.rows[row * 4 + 2], low = a.window ? std::max(0L, length - a.window) : 0;
+    return {low, length - low};
+}
+inline long most_spans(const Attention& a) {
+    long most = 1;
+    for (long row = 0; row < a.num_singles(); ++row) most = std::max(most, context_of(a, row).spans());
+    return most;
+}
+// Floats of `Attention::partials`: per row of one token, head and span the mixed values, their peak and their total.
+inline long partial_floats(const Attention& a) {
+    const long spans = most_spans(a);
+    return spans == 1 ? 0 : a.num_singles() * a.num_heads * spans * (a.value_dim + 2);
+}
 
 // The soft cap, where there is one: scores become cap * tanh(scores / cap).
 inline void soften(float* scores, long count, float cap) {
@@ -85,13 +109,15 @@ inline void prefetch(const T* from, long dim) {
     for (long d = 0; d < dim; d += 64 / long(sizeof(T))) __builtin_prefetch(from + d, 0, 2);
 }
 
-// One token, the query heads of one key head: scores over the context, then the weighted sum of the values.
+// One token, the query heads of one key head: scores over a span of the context, then the weighted sum of the values. The
+// only span of a context is written out; one of several goes to `partials` ([query head] `stride` floats apart).
 template <typename T, typename C>
-void decode(const Attention& a, const Item& item) {
+void decode(const Attention& a, const Item& item, float* partials, long stride) {
     const int64_t* row = a.rows + item.row * 4;
     const int64_t* blocks = a.blocks + row[3];
-    const long token = row[0], context = row[2], group = a.group(), dim = a.key_dim, vdim = a.value_dim;
-    const long low = a.window ? std::max(0L, context - a.window) : 0, count = context - low;
+    const long token = row[0], group = a.group(), dim = a.key_dim, vdim = a.value_dim;
+    const Context context = context_of(a, item.row);
+    const long low = context.low + item.first * SPAN, count = std::min(SPAN, context.low + context.count - low);
     float* queries = scratch(group * (dim + count + vdim + NR));
     float* scores = queries + group * dim;
     float* mixed = scores + group * count;
@@ -115,9 +141,11 @@ void decode(const Attention& a, const Item& item) {
     for (long g = 0; g < group; ++g) {
         float* s = scores + g * count;
         soften(s, count, a.softcap);
-        const float sink = a.sinks ? a.sinks[item.head * group + g] : -INFINITY;
+        const bool sinks = a.sinks && !partials;
+        const float sink = sinks ? a.sinks[item.head * group + g] : -INFINITY;
         const float peak = largest(s, count, sink);
-        const float total = exponentials(s, count, peak) + (a.sinks ? exponential(sink - peak) : 0.0f);
+        const float total = exponentials(s, count, peak) + (sinks ? exponential(sink - peak) : 0.0f);
+        if (partials) partials[g * stride + vdim] = peak, partials[g * stride + vdim + 1] = total;
         for (long j = 0; j < count; ++j) s[j] /= total;
     }
     std::fill_n(mixed, group * vdim, 0.0f);
@@ -147,8 +175,30 @@ void decode(const Attention& a, const Item& item) {
                         mixed[(g + h) * vdim + e] += scores[(g + h) * count + j] * as_float(value[e]);
             });
     }
+    if (partials) {
+        for (long g = 0; g < group; ++g) std::memcpy(partials + g * stride, mixed + g * vdim, vdim * sizeof(float));
+        return;
+    }
     T* out = static_cast<T*>(a.out) + (token * a.num_heads + item.head * group) * vdim;
     for (long i = 0; i < group * vdim; ++i) put(out + i, mixed[i]);
+}
+
+// A token's query head from its spans, [spans][mixed, peak, total].
+template <typename T>
+void join_spans(const Attention& a, long token, long head, const float* partials, long spans) {
+    const long vdim = a.value_dim, step = vdim + 2;
+    float peak = a.sinks ? a.sinks[head] : -INFINITY;
+    for (long s = 0; s < spans; ++s) peak = std::max(peak, partials[s * step + vdim]);
+    float total = a.sinks ? exponential(a.sinks[head] - peak) : 0.0f;
+    float* mixed = scratch(vdim);
+    std::fill_n(mixed, vdim, 0.0f);
+    for (long s = 0; s < spans; ++s) {
+        const float weight = partials[s * step + vdim + 1] * exponential(partials[s * step + vdim] - peak);
+        total += weight;
+        for (long d = 0; d < vdim; ++d) mixed[d] += weight * partials[s * step + d];
+    }
+    T* out = static_cast<T*>(a.out) + (token * a.num_heads + head) * vdim;
+    for (long d = 0; d < vdim; ++d) put(out + d, mixed[d] / total);
 }
 
 constexpr long KEY_TILE = 4 * VL;
@@ -244,11 +294,16 @@ constexpr long QUERY_ROWS = 96;  // query rows (tokens x heads of a group) that 
 template <typename T, typename C>
 void attend(const Attention& a) {  // called by every thread of a team
     const long most = std::max(1L, QUERY_ROWS / a.group());
+    const long singles = a.num_singles(), spans = most_spans(a);
     std::vector<Item> items;  // each thread makes the same list
     for (long r = a.num_rows - 1; r >= 0; --r)  // prompt chunks, which come last, are the long pieces of work
         for (long head = 0; head < a.num_kv_heads; ++head)
-            for (long first = 0; first < a.rows[r * 4 + 1]; first += most)
-                items.push_back({r, head, first, std::min(most, long(a.rows[r * 4 + 1]) - first)});
+            if (r < singles)
+                for (long span = 0; span < context_of(a, r).spans(); ++span) items.push_back({r, head, span, 1});
+            else
+                for (long first = 0; first < a.rows[r * 4 + 1]; first += most)
+                    items.push_back({r, head, first, std::min(most, long(a.rows[r * 4 + 1]) - first)});
+    const auto partials = [&](long row, long head) { return a.partials + (row * a.num_heads + head) * spans * (a.value_dim + 2); };
 #pragma omp for schedule(static)
     for (long token = 0; token < a.num_tokens; ++token)
         for (long head = 0; head < a.num_kv_heads; ++head) {
@@ -258,8 +313,21 @@ void attend(const Attention& a) {  // called by every thread of a team
                      a.value_token_stride, a.value_dim);
         }
 #pragma omp for schedule(dynamic, 1)
-    for (size_t i = 0; i < items.size(); ++i)
-        a.rows[items[i].row * 4 + 1] == 1 ? decode<T, C>(a, items[i]) : prefill<T, C>(a, items[i]);
+    for (size_t i = 0; i < items.size(); ++i) {
+        const Item& item = items[i];
+        if (item.row >= singles)
+            prefill<T, C>(a, item);
+        else if (context_of(a, item.row).spans() == 1)
+            decode<T, C>(a, item, nullptr, 0);
+        else
+            decode<T, C>(a, item, partials(item.row, item.head * a.group()) + item.first * (a.value_dim + 2),
+                         spans * (a.value_dim + 2));
+    }
+    if (spans == 1) return;
+#pragma omp for schedule(static)
+    for (long row = 0; row < singles; ++row)
+        for (long head = 0; head < a.num_heads && context_of(a, row).spans() > 1; ++head)
+            join_spans<T>(a, a.rows[row * 4], head, partials(row, head), context_of(a, row).spans());
 }
 
 }  // namespace

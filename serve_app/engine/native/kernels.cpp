@@ -97,22 +97,32 @@ void silu_mul(float* gate, const float* up, long rows, long dim, int num_threads
 }
 
 // Writes this step's keys and values into the cache, then attends. See struct Attention.
-void paged_attention(const Attention* a) {
-#pragma omp parallel num_threads(a->num_threads)
-    if (a->is_bf16)
-        attend<bf16, bf16>(*a);
-    else if (a->cache_is_bf16)
-        attend<float, bf16>(*a);
+void paged_attention(const Attention* arguments) {
+    Attention a = *arguments;
+    std::vector<float> partials(partial_floats(a));
+    a.partials = partials.data();
+#pragma omp parallel num_threads(a.num_threads)
+    if (a.is_bf16)
+        attend<bf16, bf16>(a);
+    else if (a.cache_is_bf16)
+        attend<float, bf16>(a);
     else
-        attend<float, float>(*a);
+        attend<float, float>(a);
 }
 
 // hidden [tokens][dim] goes through `count` layers; cos and sin [tokens][rotary]; room: see decoder_layer_room. Of
 // `attentions` the tensors of the step (query to out) and their strides are not read: the layers make them.
 void decoder_layers(const Layer* layers, const Attention* attentions, long count, float* hidden, const float* cos,
                     const float* sin, float* room) {
+    long most = 0;
+    for (long i = 0; i < count; ++i) most = std::max(most, partial_floats(attentions[i]));
+    std::vector<float> partials(most);
 #pragma omp parallel num_threads(attentions->num_threads)
-    for (long i = 0; i < count; ++i) run_layer(layers[i], attentions[i], hidden, cos, sin, room);
+    for (long i = 0; i < count; ++i) {
+        Attention a = attentions[i];
+        a.partials = partials.data();
+        run_layer(layers[i], a, hidden, cos, sin, room);
+    }
 }
 
 // Floats that decoder_layers wants as room, for layers like this one.

@@ -50,7 +50,7 @@ class AttentionArguments(ctypes.Structure):
     _fields_ = (
         *(
             (name, _pointer)
-            for name in ("query", "key", "value", "keys", "values", "out", "rows", "blocks", "slots", "sinks")
+            for name in ("query", "key", "value", "keys", "values", "out", "rows", "blocks", "slots", "sinks", "partials")
         ),
         *((f"{tensor}_{axis}_stride", _long) for tensor in ("query", "key", "value") for axis in ("head", "token")),
         *((name, _long) for name in ("num_rows", "num_tokens", "num_heads", "num_kv_heads", "key_dim", "value_dim")),
