@@ -21,7 +21,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from serve_app.engine.request import Delivery, RequestFailure
+from serve_app.engine.request import Delivery
 from serve_app.errors import GenerationError, ServeAppError
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class Inbox:
                 await self._wait()
                 continue
             batch, self._arrived = self._arrived, []
-            self.has_ended = _is_last(batch[-1])
+            self.has_ended = batch[-1].is_last
             yield batch
 
     async def _wait(self) -> None:
@@ -91,10 +91,6 @@ class Inbox:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-
-def _is_last(delivery: Delivery) -> bool:
-    return isinstance(delivery, RequestFailure) or delivery.finish_reason is not None
 
 
 class StepReceiver:

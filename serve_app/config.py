@@ -57,7 +57,7 @@ class EngineConfig(Section):
     """On CPU: what our kernels multiply in, and keep keys and values in. `auto`: bfloat16 where the CPU has instructions
     for it and `model.dtype` is not float32, else float32. Sums, norms and the residual stream are float32 in any case."""
     quantization: Literal["none", "int8"] = "none"
-    """On CPU: `int8` rounds the rows of every product to 8 bits, each with a scale of its own, and weights that a file does
+    """On CPU: `int8` rounds the rows of every product to 8 bits, with a scale per 32 values, and weights that a file does
     not hold in fewer. Faster, and less faithful: docs/operations.md says by how much."""
     stall_timeout_s: float = Field(default=60.0, gt=0)
     """Work queued and no step finished for this long: the health check fails and Serve replaces the replica."""

@@ -393,7 +393,7 @@ class BatchInferenceEngine:
         parcels = []
         with self._inbox:
             for delivery in told:
-                ended = isinstance(delivery, RequestFailure) or delivery.finish_reason is not None
+                ended = delivery.is_last
                 stream = self._streams.pop(delivery.request_id) if ended else self._streams[delivery.request_id]
                 parcels.append((stream, delivery))
         for request_id in deliver(parcels):

@@ -97,7 +97,7 @@ class ModelRunner:
         native_kernels: whether our own kernels may serve on CPU, where they can be compiled.
         precision: what those kernels multiply in: `float32`, `bfloat16`, or `auto`: bfloat16 where the CPU has
             instructions for it.
-        quantization: `int8`: they multiply in 8 bits instead, each row with a scale of its own.
+        quantization: `int8`: they multiply in 8 bits instead, with a scale per 32 values of a row.
 
     Raises:
         UnsupportedModelError: the proof found that packed rows do not give what the model gives alone.

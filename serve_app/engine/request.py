@@ -148,6 +148,11 @@ class TokenOutput:
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     """On the first token of a request that asked for them: of the prompt's tokens from the second on."""
 
+    @property
+    def is_last(self) -> bool:
+        """Whether the request ends with it."""
+        return self.finish_reason is not None
+
 
 @dataclass(frozen=True, slots=True)
 class RequestFailure:
@@ -155,6 +160,11 @@ class RequestFailure:
 
     request_id: str
     error: ServeAppError
+
+    @property
+    def is_last(self) -> bool:
+        """Always: a failure is an ending."""
+        return True
 
 
 Delivery = TokenOutput | RequestFailure

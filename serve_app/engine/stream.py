@@ -42,7 +42,7 @@ class TokenStream:
     def put(self, delivery: Delivery) -> None:
         """Adds what a step told. Called in the loop's thread when there is a loop, else in the engine's."""
         if self._send is not None and self._send(delivery):
-            self.has_ended = isinstance(delivery, RequestFailure) or delivery.finish_reason is not None
+            self.has_ended = delivery.is_last
             if self.has_ended:
                 self._wake()
             return
@@ -103,7 +103,7 @@ class TokenStream:
                 break
             outputs.append(delivery)
             self._arrived.popleft()
-            self.has_ended = delivery.finish_reason is not None
+            self.has_ended = delivery.is_last
         return outputs
 
 

@@ -65,6 +65,7 @@ class ServeEngineClient:
         finally:
             self._receiver.close(request.request_id)
             if not inbox.has_ended:  # else the final word is on its way
+                call.cancel()
                 response.cancel()
 
     async def check_ready(self) -> None:

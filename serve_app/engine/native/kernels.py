@@ -37,8 +37,7 @@ class Arithmetic(IntEnum):
     BFLOAT16 = 1
     """Rows and weights are rounded to bfloat16."""
     INT8 = 2
-    """Rows are rounded to 8 bits, each with a scale of its own; weights to 8 bits with a scale per block, unless a file
-    had them in 4."""
+    """Rows and weights are rounded to 8 bits with a scale per block of 32 values; weights not, if a file had them in 4."""
 
 
 _pointer, _long, _int, _float = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float

@@ -337,6 +337,7 @@ class Bfloat16Product {
     }
     // Sums that lie apart are joined as late as possible: what tiles have just stored is slow to load.
     void finish() {
+        if (unjoined.blocks == 0) return;
         if (unjoined.blocks == MOST_BLOCKS)
             join<MOST_BLOCKS>();
         else
