@@ -1,6 +1,8 @@
 """Our CPU kernels against torch's operations; what they replace in a model, and what they leave alone."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,11 +12,13 @@ from serve_app.engine.attention.layout import AttentionCall, LayerCache, PackedL
 from serve_app.engine.attention.native import NativeAttention
 from serve_app.engine.attention.reference import ReferenceAttention
 from serve_app.engine.decoder_layer import NativeDecoderLayers
+from serve_app.engine.engine import BatchInferenceEngine
 from serve_app.engine.fusion import NativeGatedMlp, NativeRMSNorm, fuse
 from serve_app.engine.linear import NativeLinear, OneDnnLinear, PackedLinear, pack_linears
 from serve_app.engine.model_runner import ModelRunner
 from serve_app.engine.native import kernels as native
 from serve_app.engine.native.kernels import Arithmetic, load_kernels
+from serve_app.engine.request import SamplingParams, UserRequest
 from serve_app.errors import ConfigError
 from serve_app.models.loader import load_model
 from tests.engine.test_attention import BLOCK_SIZE, CALLS, MIXES, NUM_BLOCKS, segments_of
@@ -300,6 +304,33 @@ def test_whole_layers_in_every_arithmetic(family, dtype, arithmetic):
         settings = {"quantization": "int8"}
     ModelRunner(model, end_token_ids=frozenset(), max_model_len=64, block_size=4, kv_cache_tokens=64, **settings)
     assert any(isinstance(module, NativeDecoderLayers) for module in model.modules())
+
+
+def test_who_else_wants_a_core_changes_nothing():
+    """With two threads the second stays out while other processes run: the same numbers, whoever computes them."""
+
+    def outputs(threads):
+        model = tiny_model(FAMILIES["llama"]())
+        runner = ModelRunner(
+            model, end_token_ids=frozenset(), max_model_len=64, block_size=4, kv_cache_tokens=128, num_threads=threads
+        )
+        engine = BatchInferenceEngine(runner)
+        params = SamplingParams(max_tokens=40, temperature=0.0, logprobs=2)
+        streams = engine.add_to_queue(UserRequest(str(n), tuple(range(1, n + 5)), params) for n in range(3))
+        while engine.step():
+            pass
+        return [[(output.token, output.logprobs) for output in stream] for stream in streams]
+
+    before = torch.get_num_threads()
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        beside_others = outputs(2)
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    assert beside_others == outputs(2) == outputs(1)
+    torch.set_num_threads(before)
 
 
 def test_what_cannot_be_had_is_refused_by_name(monkeypatch):

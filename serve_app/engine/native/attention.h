@@ -109,74 +109,101 @@ inline void prefetch(const T* from, long dim) {
     for (long d = 0; d < dim; d += 64 / long(sizeof(T))) __builtin_prefetch(from + d, 0, 2);
 }
 
+constexpr int MOST_HEADS = 4;  // query heads that share the reading of a key or value
+
+// Scores of HEADS query heads [HEADS][dim] with four keys.
+template <int HEADS, typename C>
+inline void score_four(const float* queries, const C* const* keys, long dim, float* scores, long stride) {
+    vec acc[HEADS][4] = {};
+    long d = 0;
+    for (; d + VL <= dim; d += VL)
+        for (int i = 0; i < 4; ++i) {
+            const vec key = load(keys[i] + d);
+            for (int h = 0; h < HEADS; ++h) acc[h][i] += load(queries + h * dim + d) * key;
+        }
+    for (int h = 0; h < HEADS; ++h) {
+        float* four = scores + h * stride;
+        sums_of_four(acc[h], four);
+        for (long e = d; e < dim; ++e)
+            for (int i = 0; i < 4; ++i) four[i] += queries[h * dim + e] * as_float(keys[i][e]);
+    }
+}
+
+// mixed [HEADS][value dim] = weights [HEADS][stride] times the values of `count` positions.
+template <int HEADS, typename C>
+void mix_values(const Attention& a, long head, const int64_t* blocks, long low, long count, const float* weights,
+                long stride, float* mixed) {
+    const long vdim = a.value_dim;
+    long d = 0;
+    for (; d + NR <= vdim; d += NR) {
+        vec acc[HEADS][2] = {};
+        walk<C>(a, a.values, head, blocks, low, count, vdim, [&](long j, const C* value, const C* next) {
+            const vec left = load(value + d), right = load(value + d + VL);
+            prefetch(next + d, NR);
+            for (int h = 0; h < HEADS; ++h) {
+                const vec w = splat(weights[h * stride + j]);
+                acc[h][0] += w * left;
+                acc[h][1] += w * right;
+            }
+        });
+        for (int h = 0; h < HEADS; ++h) {
+            store(mixed + h * vdim + d, acc[h][0]);
+            store(mixed + h * vdim + d + VL, acc[h][1]);
+        }
+    }
+    if (d == vdim) return;
+    for (int h = 0; h < HEADS; ++h) std::fill(mixed + h * vdim + d, mixed + (h + 1) * vdim, 0.0f);
+    walk<C>(a, a.values, head, blocks, low, count, vdim, [&](long j, const C* value, const C*) {
+        for (int h = 0; h < HEADS; ++h)
+            for (long e = d; e < vdim; ++e) mixed[h * vdim + e] += weights[h * stride + j] * as_float(value[e]);
+    });
+}
+
 // One token, the query heads of one key head: scores over a span of the context, then the weighted sum of the values. The
-// only span of a context is written out; one of several goes to `partials` ([query head] `stride` floats apart).
+// only span of a context is written out; one of several goes to `partials` ([query head] `partials_stride` floats apart).
 template <typename T, typename C>
-void decode(const Attention& a, const Item& item, float* partials, long stride) {
+void decode(const Attention& a, const Item& item, float* partials, long partials_stride) {
     const int64_t* row = a.rows + item.row * 4;
     const int64_t* blocks = a.blocks + row[3];
     const long token = row[0], group = a.group(), dim = a.key_dim, vdim = a.value_dim;
     const Context context = context_of(a, item.row);
     const long low = context.low + item.first * SPAN, count = std::min(SPAN, context.low + context.count - low);
-    float* queries = scratch(group * (dim + count + vdim + NR));
-    float* scores = queries + group * dim;
-    float* mixed = scores + group * count;
+    const long stride = (count + 3) / 4 * 4;
+    float* queries = scratch(group * (dim + stride + vdim + NR));
+    float* scores = queries + group * dim;  // [group][stride]
+    float* mixed = scores + group * stride;
     for (long g = 0; g < group; ++g) {
         const T* q = static_cast<const T*>(a.query) + (item.head * group + g) * a.query_head_stride +
                      token * a.query_token_stride;
         for (long d = 0; d < dim; ++d) queries[g * dim + d] = as_float(q[d]) * a.scaling;
     }
+    const C* four[4];
     walk<C>(a, a.keys, item.head, blocks, low, count, dim, [&](long j, const C* key, const C* next) {
         prefetch(next, dim);
-        for (long g = 0; g < group; ++g) {
-            const float* q = queries + g * dim;
-            vec acc{};
-            long d = 0;
-            for (; d + VL <= dim; d += VL) acc += load(q + d) * load(key + d);
-            float score = sum(acc);
-            for (; d < dim; ++d) score += q[d] * as_float(key[d]);
-            scores[g * count + j] = score;
-        }
+        four[j % 4] = key;
+        if (j % 4 < 3 && j + 1 < count) return;
+        for (long i = j % 4 + 1; i < 4; ++i) four[i] = key;  // the last few: what is beyond them is not read
+        for (long g = 0; g < group; g += MOST_HEADS)
+            with_rows<MOST_HEADS>(int(std::min<long>(MOST_HEADS, group - g)), [&](auto heads) {
+                score_four<heads>(queries + g * dim, four, dim, scores + g * stride + j / 4 * 4, stride);
+            });
     });
     for (long g = 0; g < group; ++g) {
-        float* s = scores + g * count;
+        float* s = scores + g * stride;
         soften(s, count, a.softcap);
         const bool sinks = a.sinks && !partials;
         const float sink = sinks ? a.sinks[item.head * group + g] : -INFINITY;
         const float peak = largest(s, count, sink);
         const float total = exponentials(s, count, peak) + (sinks ? exponential(sink - peak) : 0.0f);
-        if (partials) partials[g * stride + vdim] = peak, partials[g * stride + vdim + 1] = total;
+        if (partials) partials[g * partials_stride + vdim] = peak, partials[g * partials_stride + vdim + 1] = total;
         for (long j = 0; j < count; ++j) s[j] /= total;
     }
-    std::fill_n(mixed, group * vdim, 0.0f);
-    for (long g = 0; g < group; g += 4) {  // 4 query heads x 2 vectors of the value in registers
-        const int heads = int(std::min(4L, group - g));
-        long d = 0;
-        for (; d + NR <= vdim; d += NR) {
-            vec acc[4][2] = {};
-            walk<C>(a, a.values, item.head, blocks, low, count, vdim, [&](long j, const C* value, const C* next) {
-                const vec left = load(value + d), right = load(value + d + VL);
-                prefetch(next + d, NR);
-                for (int h = 0; h < heads; ++h) {
-                    const vec w = splat(scores[(g + h) * count + j]);
-                    acc[h][0] += w * left;
-                    acc[h][1] += w * right;
-                }
-            });
-            for (int h = 0; h < heads; ++h) {
-                store(mixed + (g + h) * vdim + d, acc[h][0]);
-                store(mixed + (g + h) * vdim + d + VL, acc[h][1]);
-            }
-        }
-        if (d < vdim)
-            walk<C>(a, a.values, item.head, blocks, low, count, vdim, [&](long j, const C* value, const C*) {
-                for (int h = 0; h < heads; ++h)
-                    for (long e = d; e < vdim; ++e)
-                        mixed[(g + h) * vdim + e] += scores[(g + h) * count + j] * as_float(value[e]);
-            });
-    }
+    for (long g = 0; g < group; g += MOST_HEADS)
+        with_rows<MOST_HEADS>(int(std::min<long>(MOST_HEADS, group - g)), [&](auto heads) {
+            mix_values<heads, C>(a, item.head, blocks, low, count, scores + g * stride, stride, mixed + g * vdim);
+        });
     if (partials) {
-        for (long g = 0; g < group; ++g) std::memcpy(partials + g * stride, mixed + g * vdim, vdim * sizeof(float));
+        for (long g = 0; g < group; ++g) std::memcpy(partials + g * partials_stride, mixed + g * vdim, vdim * sizeof(float));
         return;
     }
     T* out = static_cast<T*>(a.out) + (token * a.num_heads + item.head * group) * vdim;
@@ -246,8 +273,8 @@ void prefill(const Attention& a, const Item& item) {
         });
         for (long t = 0; t < tiles.count; ++t)
             for (long p = 0; p < panels && p * NR < count; ++p)
-                tile_of(tiles.height(t))(queries + tiles.start(t) * dim, keys + p * dim * NR, NR, dim, false,
-                                         scores + tiles.start(t) * KEY_TILE + p * NR, KEY_TILE, NR, Ahead{});
+                multiply_tile(tiles.height(t), queries + tiles.start(t) * dim, keys + p * dim * NR, NR, dim, false,
+                              scores + tiles.start(t) * KEY_TILE + p * NR, KEY_TILE, NR, Ahead{});
         for (long t = 0; t < tiles.count; ++t)
             for (int m = 0; m < tiles.height(t); ++m) {
                 const long r = tiles.start(t) + m, last = position + r / group;
@@ -270,8 +297,8 @@ void prefill(const Attention& a, const Item& item) {
             }
         for (long t = 0; t < tiles.count; ++t)
             for (long d = 0; d < padded; d += NR)
-                tile_of(tiles.height(t))(weights + tiles.start(t) * KEY_TILE, values + d, padded, count, true,
-                                         mixed + tiles.start(t) * padded + d, padded, NR, Ahead{});
+                multiply_tile(tiles.height(t), weights + tiles.start(t) * KEY_TILE, values + d, padded, count, true,
+                              mixed + tiles.start(t) * padded + d, padded, NR, Ahead{});
     }
     for (long r = 0; r < tiles.rows; ++r) {
         T* out = static_cast<T*>(a.out) +

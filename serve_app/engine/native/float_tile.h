@@ -3,7 +3,7 @@
 #pragma once
 
 #include <cstring>
-#include <utility>
+#include <type_traits>
 
 #include "vector.h"
 
@@ -57,13 +57,19 @@ void tile(const float* x, const float* w, long ldw, long depth, bool adds, float
     }
 }
 
-using Tile = void (*)(const float*, const float*, long, long, bool, float*, long, int, Ahead);
-template <int... MR>
-constexpr Tile pick(int rows, std::integer_sequence<int, MR...>) {
-    constexpr Tile tiles[] = {tile<MR + 1>...};
-    return tiles[rows - 1];
+// Calls with `rows`, from 1 to MOST, as a constant.
+template <int MOST, typename F>
+inline void with_rows(int rows, F call) {
+    if constexpr (MOST > 0) {
+        if (rows == MOST) return call(std::integral_constant<int, MOST>{});
+        with_rows<MOST - 1>(rows, call);
+    }
 }
-inline Tile tile_of(int rows) { return pick(rows, std::make_integer_sequence<int, MAX_ROWS>{}); }
+
+inline void multiply_tile(int rows, const float* x, const float* w, long ldw, long depth, bool adds, float* y, long ldy,
+                 int columns, Ahead ahead) {
+    with_rows<MAX_ROWS>(rows, [&](auto mr) { tile<mr>(x, w, ldw, depth, adds, y, ldy, columns, ahead); });
+}
 
 // Rows cut into tiles of nearly equal height.
 struct RowTiles {

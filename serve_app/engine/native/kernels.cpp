@@ -8,6 +8,7 @@
 // bit for bit, alone and in any batch.
 
 #include "attention.h"
+#include "courtesy.h"
 #include "layer.h"
 #include "product.h"
 #include "vector.h"
@@ -117,11 +118,26 @@ void decoder_layers(const Layer* layers, const Attention* attentions, long count
     long most = 0;
     for (long i = 0; i < count; ++i) most = std::max(most, partial_floats(attentions[i]));
     std::vector<float> partials(most);
-#pragma omp parallel num_threads(attentions->num_threads)
-    for (long i = 0; i < count; ++i) {
+    const auto run = [&](long i) {
         Attention a = attentions[i];
         a.partials = partials.data();
         run_layer(layers[i], a, hidden, cos, sin, room);
+    };
+    const bool is_pair = attentions->num_threads == 2;
+    long first = 0;  // layer that all threads run together
+    Gate gate;
+#pragma omp parallel num_threads(attentions->num_threads)
+    {
+        if (is_pair && omp_get_thread_num() == 0) {
+            for (; first < count && others_want_a_core(); ++first) {
+#pragma omp parallel num_threads(1)
+                run(first);
+            }
+            gate.let_in();
+        } else if (is_pair) {
+            gate.wait();
+        }
+        for (long i = first; i < count; ++i) run(i);
     }
 }
 

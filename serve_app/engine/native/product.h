@@ -10,7 +10,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <utility>
 #include <vector>
 
 #include "float_tile.h"
@@ -25,12 +24,6 @@ namespace {
 
 // Rows of x come in two kinds, which a product may treat differently: what one gives must not depend on what is beside it.
 enum class Rows { SINGLES, CHUNKS };  // tokens that are drawn one by one; tokens of prompts
-
-// Calls with an integral constant of as many rows.
-template <typename F, int... MR>
-inline void with_rows(int rows, F call, std::integer_sequence<int, MR...>) {
-    ((rows == MR + 1 ? call(std::integral_constant<int, MR + 1>{}) : void()), ...);
-}
 
 // Each thread that takes part in a product has an object of one of the types below:
 //   depth_tile   rows of a panel that are open at a time: they stay in the first-level cache while all rows of x pass
@@ -60,7 +53,7 @@ class Float32Product {
         const bool asks = weight.bits == 32 && num_tiles > 1;
         const long step = asks ? (NR + num_tiles - 1) / num_tiles : 0;
         const Ahead ahead{piece + (asks ? count * (NR + tile * step) : 0), step};
-        tile_of(height)(static_cast<const float*>(packed) + from * height, piece, NR, count, true, y, NR, NR, ahead);
+        multiply_tile(height, static_cast<const float*>(packed) + from * height, piece, NR, count, true, y, NR, NR, ahead);
     }
     void finish() {}
 
@@ -323,16 +316,15 @@ class Bfloat16Product {
             if (has_matrix_unit)
                 multiply_tiles(x, piece, count, height, y);
             else
-                with_rows(height, [&](auto rows) { multiply_pairs<rows>(x, piece, count, y); },
-                          std::make_integer_sequence<int, MAX_ROWS>{});
+                with_rows<MAX_ROWS>(height, [&](auto rows) { multiply_pairs<rows>(x, piece, count, y); });
         } else if (has_matrix_unit) {
             finish();
             multiply_tiles_apart(x, piece, count / BLOCK, height, apart);
             unjoined = {scales, sums, height, count / BLOCK, y};
         } else {
-            with_rows(height, [&](auto rows) {
+            with_rows<MOST_QUANTISED_ROWS>(height, [&](auto rows) {
                 multiply_quantised<Pairs, rows>(x, rows * BLOCK, 2, BLOCK, sums, nullptr, piece, scales, weight.bits, count, y);
-            }, std::make_integer_sequence<int, MOST_QUANTISED_ROWS>{});
+            });
         }
     }
     // Sums that lie apart are joined as late as possible: what tiles have just stored is slow to load.
@@ -437,10 +429,10 @@ class Int8Product {
         const int8_t* bytes = static_cast<const int8_t*>(packed);
         const float* sums = reinterpret_cast<const float*>(bytes + depth * height) + from / BLOCK * height;
         const float* scales = sums + depth / BLOCK * height;
-        with_rows(height, [&](auto rows) {
+        with_rows<MOST_QUANTISED_ROWS>(height, [&](auto rows) {
             multiply_quantised<Bytes, rows>(bytes + from * rows, rows * BLOCK, rows * 4, 4, sums, scales, piece, w_scales,
                                             weight.bits, count, y);
-        }, std::make_integer_sequence<int, MOST_QUANTISED_ROWS>{});
+        });
     }
     void finish() {}
 
