@@ -38,6 +38,10 @@ class Portion:
     start: int
     deliveries: list[Delivery]
 
+    def __reduce__(self) -> tuple[type[Portion], tuple[object, ...]]:
+        """See `TokenOutput.__reduce__`."""
+        return Portion, (self.start, self.deliveries)
+
 
 class Inbox:
     """What has come for one request, by whichever way, each delivery once."""
@@ -82,8 +86,11 @@ class Inbox:
 
     async def _wait(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()
+        if not self._is_closed:
+            await self._waiter
+            return
         try:
-            async with asyncio.timeout(LATE_S if self._is_closed else None):
+            async with asyncio.timeout(LATE_S):
                 await self._waiter
         except TimeoutError:
             raise GenerationError("The model replica ended this request without an ending.") from None

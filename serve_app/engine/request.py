@@ -153,6 +153,10 @@ class TokenOutput:
         """Whether the request ends with it."""
         return self.finish_reason is not None
 
+    def __reduce__(self) -> tuple[type[TokenOutput], tuple[object, ...]]:
+        """One is pickled per token, and the way of frozen dataclasses with slots looks all fields up each time."""
+        return TokenOutput, (self.request_id, self.token, self.finish_reason, self.logprobs, self.prompt_logprobs)
+
 
 @dataclass(frozen=True, slots=True)
 class RequestFailure:
