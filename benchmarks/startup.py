@@ -2,8 +2,8 @@
 
     .venv/bin/python -m benchmarks.startup
 
-The first start on a machine also converts the built-in model and compiles the kernels; `--first` measures one of those, with
-an empty cache folder.
+The first start on a machine also converts the built-in model and compiles the kernels; `--first` measures one of those,
+with an empty cache folder.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             os.environ["SERVE_APP_CACHE"] = folder
             imports, load, token = engine_s()
-        print(f"engine, first start: imports {imports:.1f} s, convert, compile and load {load:.1f} s, first token {token:.2f} s")
+        print(
+            f"engine, first start: imports {imports:.1f} s, convert, compile, load {load:.1f} s, first token {token:.2f} s"
+        )
         return 0
     engine_s()  # whatever is to be converted, compiled or read from disk
     parts = [statistics.median(part) for part in zip(*(engine_s() for _ in range(args.repeats)), strict=True)]
