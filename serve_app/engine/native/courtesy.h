@@ -15,6 +15,13 @@
 
 namespace {
 
+// Whether a team of so many threads has every core of the machine, and these are two. Elsewhere there may be another free
+// core, and in a container on a larger machine what `others_want_a_core` counts is not ours.
+inline bool fills_two_cores(int num_threads) {
+    static const long cores = sysconf(_SC_NPROCESSORS_ONLN);
+    return num_threads == 2 && cores == 2;
+}
+
 // Whether anything on this machine, besides the thread that asks, runs or could; false where the system does not say.
 inline bool others_want_a_core() {
     static const int file = open("/proc/loadavg", O_RDONLY | O_CLOEXEC);

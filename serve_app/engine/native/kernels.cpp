@@ -123,7 +123,7 @@ void decoder_layers(const Layer* layers, const Attention* attentions, long count
         a.partials = partials.data();
         run_layer(layers[i], a, hidden, cos, sin, room);
     };
-    const bool is_pair = attentions->num_threads == 2;
+    const bool is_pair = fills_two_cores(attentions->num_threads);
     long first = 0;  // layer that all threads run together
     Gate gate;
 #pragma omp parallel num_threads(attentions->num_threads)
