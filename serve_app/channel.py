@@ -21,7 +21,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from serve_app.engine.request import Delivery
+from serve_app.engine.request import Delivery, as_call
 from serve_app.errors import GenerationError, ServeAppError
 
 logger = logging.getLogger(__name__)
@@ -38,9 +38,8 @@ class Portion:
     start: int
     deliveries: list[Delivery]
 
-    def __reduce__(self) -> tuple[type[Portion], tuple[object, ...]]:
-        """See `TokenOutput.__reduce__`."""
-        return Portion, (self.start, self.deliveries)
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return as_call(self)
 
 
 class Inbox:

@@ -325,12 +325,14 @@ def test_who_else_wants_a_core_changes_nothing():
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
     try:
         beside_others = outputs(2)
+        for process in busy:
+            process.kill()
+        assert beside_others == outputs(2) == outputs(1)
     finally:
+        torch.set_num_threads(before)
         for process in busy:
             process.kill()
             process.wait()
-    assert beside_others == outputs(2) == outputs(1)
-    torch.set_num_threads(before)
 
 
 def test_what_cannot_be_had_is_refused_by_name(monkeypatch):

@@ -111,6 +111,13 @@ inline void prefetch(const T* from, long dim) {
 
 constexpr int MOST_HEADS = 4;  // query heads that share the reading of a key or value
 
+// Calls visit(g, how many, as a constant) for the query heads of a group, some at a time.
+template <typename F>
+inline void by_heads(long group, F visit) {
+    for (long g = 0; g < group; g += MOST_HEADS)
+        with_rows<MOST_HEADS>(int(std::min<long>(MOST_HEADS, group - g)), [&](auto heads) { visit(g, heads); });
+}
+
 // Scores of HEADS query heads [HEADS][dim] with four keys.
 template <int HEADS, typename C>
 inline void score_four(const float* queries, const C* const* keys, long dim, float* scores, long stride) {
@@ -183,10 +190,9 @@ void decode(const Attention& a, const Item& item, float* partials, long partials
         four[j % 4] = key;
         if (j % 4 < 3 && j + 1 < count) return;
         for (long i = j % 4 + 1; i < 4; ++i) four[i] = key;  // the last few: what is beyond them is not read
-        for (long g = 0; g < group; g += MOST_HEADS)
-            with_rows<MOST_HEADS>(int(std::min<long>(MOST_HEADS, group - g)), [&](auto heads) {
-                score_four<heads>(queries + g * dim, four, dim, scores + g * stride + j / 4 * 4, stride);
-            });
+        by_heads(group, [&](long g, auto heads) {
+            score_four<heads>(queries + g * dim, four, dim, scores + g * stride + j / 4 * 4, stride);
+        });
     });
     for (long g = 0; g < group; ++g) {
         float* s = scores + g * stride;
@@ -198,10 +204,9 @@ void decode(const Attention& a, const Item& item, float* partials, long partials
         if (partials) partials[g * partials_stride + vdim] = peak, partials[g * partials_stride + vdim + 1] = total;
         for (long j = 0; j < count; ++j) s[j] /= total;
     }
-    for (long g = 0; g < group; g += MOST_HEADS)
-        with_rows<MOST_HEADS>(int(std::min<long>(MOST_HEADS, group - g)), [&](auto heads) {
-            mix_values<heads, C>(a, item.head, blocks, low, count, scores + g * stride, stride, mixed + g * vdim);
-        });
+    by_heads(group, [&](long g, auto heads) {
+        mix_values<heads, C>(a, item.head, blocks, low, count, scores + g * stride, stride, mixed + g * vdim);
+    });
     if (partials) {
         for (long g = 0; g < group; ++g) std::memcpy(partials + g * partials_stride, mixed + g * vdim, vdim * sizeof(float));
         return;

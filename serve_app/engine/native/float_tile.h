@@ -67,7 +67,7 @@ inline void with_rows(int rows, F call) {
 }
 
 inline void multiply_tile(int rows, const float* x, const float* w, long ldw, long depth, bool adds, float* y, long ldy,
-                 int columns, Ahead ahead) {
+                          int columns, Ahead ahead) {
     with_rows<MAX_ROWS>(rows, [&](auto mr) { tile<mr>(x, w, ldw, depth, adds, y, ldy, columns, ahead); });
 }
 
