@@ -154,6 +154,14 @@ async def run_open_load(url: str, model: str, jobs: Sequence[Job], rate: float, 
 
 
 async def _send(session: aiohttp.ClientSession, url: str, model: str, job: Job) -> Outcome:
+    """Sends one job; once more where the server had closed the kept connection that was chosen for it."""
+    try:
+        return await _send_once(session, url, model, job)
+    except aiohttp.ServerDisconnectedError:
+        return await _send_once(session, url, model, job)
+
+
+async def _send_once(session: aiohttp.ClientSession, url: str, model: str, job: Job) -> Outcome:
     body = {
         "model": model,
         "prompt": job.prompt,

@@ -47,7 +47,7 @@ void linear(const float* x, const Weight* weight, const float* bias, float* y, l
 // those of a quantised file, or, if `rounds` (8 bits only), NaN and infinity. See struct Weight for the layouts; depth must
 // be a multiple of BLOCK.
 int compress_weight(const float* weight, long columns, long depth, long arithmetic, long bits, int rounds, uint32_t* words,
-                    float* scales, int num_threads) {
+                    fp16* scales, int num_threads) {
     bool fits = true;
 #pragma omp parallel for num_threads(num_threads) schedule(dynamic, 1)
     for (long panel = 0; panel < round_up(columns, NR) / NR; ++panel) {
@@ -60,7 +60,7 @@ int compress_weight(const float* weight, long columns, long depth, long arithmet
                 goes_on = fits;
                 if (!goes_on) break;
                 int q[BLOCK] = {};
-                float scale = 0, minimum = 0;
+                fp16 scale = {}, minimum = {};
                 const float* from = weight + column * depth + b * BLOCK;
                 if (column < columns && !(rounds ? round_block(from, q, scale) : compress_block(from, bits, q, scale, minimum))) {
 #pragma omp atomic write

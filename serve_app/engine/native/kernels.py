@@ -145,7 +145,8 @@ class Kernels:
         ways = [(few, False) for few in bits] + ([(8, True)] if arithmetic == Arithmetic.INT8 else [])
         for few, rounds in ways if depth % QUANTISED_BLOCK == 0 else ():
             data = torch.zeros(panels * depth * self._panel_width * few // 8, dtype=torch.uint8)
-            scales = torch.zeros(panels * depth // QUANTISED_BLOCK * self._panel_width * (2 if few == 4 else 1))
+            num_scales = panels * depth // QUANTISED_BLOCK * self._panel_width * (2 if few == 4 else 1)
+            scales = torch.zeros(num_scales, dtype=torch.float16)
             shape = (weight.data_ptr(), columns, depth, arithmetic, few, rounds)
             if self._compress(*shape, data.data_ptr(), scales.data_ptr(), torch.get_num_threads()):
                 return PackedWeight(arithmetic, few, data, scales)

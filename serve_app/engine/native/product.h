@@ -228,7 +228,7 @@ constexpr int MOST_QUANTISED_ROWS = 6;  // twice as many sums as tiles that do n
 // minimum, where it has 4 bits). `sums` [depth / BLOCK][MR] are what the rows' blocks add up to, `scales` theirs, or null.
 template <typename Kind, int MR>
 void multiply_quantised(const typename Kind::Value* x, long block_stride, long step_stride, long row_stride, const float* sums,
-                        const float* scales, const typename Kind::Code* w, const float* w_scales, long bits, long depth,
+                        const float* scales, const typename Kind::Code* w, const fp16* w_scales, long bits, long depth,
                         float* y) {
     __m512 acc[MR][2];
     for (int m = 0; m < MR; ++m) acc[m][0] = acc[m][1] = _mm512_setzero_ps();
@@ -247,10 +247,12 @@ void multiply_quantised(const typename Kind::Value* x, long block_stride, long s
                 dots[m][1] = Kind::add(dots[m][1], right, values);
             }
         }
+        ask_ahead(w_scales, SCALES_AHEAD);
+        if (bits == 4) ask_ahead(w_scales + NR, SCALES_AHEAD);
 #pragma GCC unroll 2
         for (int half = 0; half < 2; ++half) {
-            const __m512 d = _mm512_loadu_ps(w_scales + half * VL);
-            const __m512 low = bits == 4 ? _mm512_loadu_ps(w_scales + NR + half * VL)
+            const __m512 d = __m512(load(w_scales + half * VL));
+            const __m512 low = bits == 4 ? __m512(load(w_scales + NR + half * VL))
                                          : _mm512_mul_ps(d, _mm512_set1_ps(Kind::offset));
 #pragma GCC unroll 6
             for (int m = 0; m < MR; ++m) {
@@ -341,7 +343,8 @@ class Bfloat16Product {
     static constexpr long MOST_BLOCKS = depth_tile / BLOCK;
 
     struct Unjoined {
-        const float *scales, *sums;
+        const fp16* scales;
+        const float* sums;
         int height;
         long blocks;
         float* y;
@@ -357,9 +360,10 @@ class Bfloat16Product {
         for (int half = 0; half < 2; ++half) {
             __m512 d[MOST_BLOCKS], low[MOST_BLOCKS];
             for (long b = 0; b < count; ++b) {
-                const float* here = scales + b * scales_per_block() + half * VL;
-                d[b] = _mm512_loadu_ps(here);
-                low[b] = weight.bits == 4 ? _mm512_loadu_ps(here + NR) : _mm512_setzero_ps();
+                const fp16* here = scales + b * scales_per_block() + half * VL;
+                ask_ahead(here, SCALES_AHEAD);
+                d[b] = __m512(load(here));
+                low[b] = weight.bits == 4 ? __m512(load(here + NR)) : _mm512_setzero_ps();
             }
             for (int m = 0; m < height; ++m) {
                 __m512 acc = _mm512_loadu_ps(y + m * NR + half * VL);
@@ -377,7 +381,7 @@ class Bfloat16Product {
     int configured = 0;
     bool in_blocks = false;
     const bf16* piece = nullptr;
-    const float* scales = nullptr;
+    const fp16* scales = nullptr;
     int turn = 0;
     Unjoined unjoined = {};
     alignas(64) bf16 room[2][depth_tile * NR];
@@ -440,7 +444,7 @@ class Int8Product {
     const Weight& weight;
     long depth, from = 0, count = 0;
     const uint8_t* piece = nullptr;
-    const float* w_scales = nullptr;
+    const fp16* w_scales = nullptr;
     alignas(64) uint8_t room[depth_tile * NR];
 };
 

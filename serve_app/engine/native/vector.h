@@ -7,7 +7,7 @@
 #include <cstring>
 #include <memory>
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(__F16C__)
 #include <immintrin.h>
 #endif
 
@@ -30,6 +30,31 @@ typedef uint32_t uvec __attribute__((vector_size(VL * 4)));
 struct bf16 {
     uint16_t bits;
 };
+struct fp16 {  // IEEE half precision
+    uint16_t bits;
+};
+#if defined(__F16C__) || defined(__FLT16_MANT_DIG__)
+#define HAS_HALF_PRECISION
+#endif
+
+inline float as_float(float x) { return x; }
+inline float as_float(bf16 x) {
+    uint32_t bits = uint32_t(x.bits) << 16;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+inline float as_float(fp16 x) {
+#if defined(__F16C__)
+    return _cvtsh_ss(x.bits);
+#elif defined(__FLT16_MANT_DIG__)
+    _Float16 value;
+    std::memcpy(&value, &x, 2);
+    return value;
+#else
+    return x.bits;  // there are none
+#endif
+}
 
 inline vec splat(float x) { return x - vec{}; }
 inline vec load(const float* p) { return *reinterpret_cast<const vec*>(p); }
@@ -41,19 +66,32 @@ inline vec load(const bf16* p) {
     return reinterpret_cast<vec>(__builtin_convertvector(*reinterpret_cast<const hvec*>(p), uvec) << 16);
 #endif
 }
-inline void store(float* p, vec v) { *reinterpret_cast<vec*>(p) = v; }
-inline float as_float(float x) { return x; }
-inline float as_float(bf16 x) {
-    uint32_t bits = uint32_t(x.bits) << 16;
-    float value;
-    std::memcpy(&value, &bits, 4);
-    return value;
+inline vec load(const fp16* p) {
+#if defined(__AVX512F__)
+    return reinterpret_cast<vec>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
+#elif defined(__F16C__) && defined(__AVX2__)
+    return reinterpret_cast<vec>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#else
+    float values[VL];
+    for (int i = 0; i < VL; ++i) values[i] = as_float(p[i]);
+    return *reinterpret_cast<const vec*>(values);
+#endif
 }
+inline void store(float* p, vec v) { *reinterpret_cast<vec*>(p) = v; }
 inline void put(float* p, float x) { *p = x; }
 inline void put(bf16* p, float x) {  // rounds to nearest even
     uint32_t bits;
     std::memcpy(&bits, &x, 4);
     p->bits = std::isnan(x) ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+inline void put(fp16* p, float x) {  // rounds to nearest even
+#if defined(__F16C__)
+    p->bits = _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__FLT16_MANT_DIG__)
+    const _Float16 value = static_cast<_Float16>(x);
+    std::memcpy(p, &value, 2);
+#endif
 }
 
 template <typename V, typename F>
