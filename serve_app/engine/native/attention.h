@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <omp.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -90,18 +92,22 @@ inline float largest(const float* scores, long count, float peak) {
     return peak;
 }
 
-// Calls visit(j, vector of position low + j, vector some way ahead) for `count` positions of a paged cache.
-template <typename C, typename F>
-inline void walk(const Attention& a, const void* cache, long head, const int64_t* blocks, long low, long count, long dim,
-                 F visit) {
-    const C* base = static_cast<const C*>(cache) + head * a.num_slots * dim;
+// Calls visit(j, slot of position low + j, slot some way ahead) for `count` positions of a row.
+template <typename F>
+inline void walk(const Attention& a, const int64_t* blocks, long low, long count, F visit) {
     long block = low / a.block_size, place = low % a.block_size;
     for (long j = 0; j < count; ++block, place = 0) {
-        const C* here = base + (blocks[block] * a.block_size + place) * dim;
+        long slot = blocks[block] * a.block_size + place;
         const long end = std::min(count, j + a.block_size - place);
-        const C* next = end < count ? base + blocks[block + 1] * a.block_size * dim : here;
-        for (; j < end; ++j, here += dim, next += dim) visit(j, here, next);
+        long ahead = end < count ? blocks[block + 1] * a.block_size : slot;
+        for (; j < end; ++j, ++slot, ++ahead) visit(j, slot, ahead);
     }
+}
+
+// The slots of a key head in a cache [kv heads][slots][dim].
+template <typename C>
+inline const C* slots_of(const Attention& a, const void* cache, long head, long dim) {
+    return static_cast<const C*>(cache) + head * a.num_slots * dim;
 }
 
 template <typename T>
@@ -141,12 +147,12 @@ template <int HEADS, typename C>
 void mix_values(const Attention& a, long head, const int64_t* blocks, long low, long count, const float* weights,
                 long stride, float* mixed) {
     const long vdim = a.value_dim;
+    const C* values = slots_of<C>(a, a.values, head, vdim);
     long d = 0;
     for (; d + NR <= vdim; d += NR) {
         vec acc[HEADS][2] = {};
-        walk<C>(a, a.values, head, blocks, low, count, vdim, [&](long j, const C* value, const C* next) {
-            const vec left = load(value + d), right = load(value + d + VL);
-            prefetch(next + d, NR);
+        walk(a, blocks, low, count, [&](long j, long slot, long) {
+            const vec left = load(values + slot * vdim + d), right = load(values + slot * vdim + d + VL);
             for (int h = 0; h < HEADS; ++h) {
                 const vec w = splat(weights[h * stride + j]);
                 acc[h][0] += w * left;
@@ -160,9 +166,9 @@ void mix_values(const Attention& a, long head, const int64_t* blocks, long low, 
     }
     if (d == vdim) return;
     for (int h = 0; h < HEADS; ++h) std::fill(mixed + h * vdim + d, mixed + (h + 1) * vdim, 0.0f);
-    walk<C>(a, a.values, head, blocks, low, count, vdim, [&](long j, const C* value, const C*) {
+    walk(a, blocks, low, count, [&](long j, long slot, long) {
         for (int h = 0; h < HEADS; ++h)
-            for (long e = d; e < vdim; ++e) mixed[h * vdim + e] += weights[h * stride + j] * as_float(value[e]);
+            for (long e = d; e < vdim; ++e) mixed[h * vdim + e] += weights[h * stride + j] * as_float(values[slot * vdim + e]);
     });
 }
 
@@ -184,12 +190,14 @@ void decode(const Attention& a, const Item& item, float* partials, long partials
                      token * a.query_token_stride;
         for (long d = 0; d < dim; ++d) queries[g * dim + d] = as_float(q[d]) * a.scaling;
     }
+    const C *keys = slots_of<C>(a, a.keys, item.head, dim), *values = slots_of<C>(a, a.values, item.head, vdim);
     const C* four[4];
-    walk<C>(a, a.keys, item.head, blocks, low, count, dim, [&](long j, const C* key, const C* next) {
-        prefetch(next, dim);
-        four[j % 4] = key;
+    walk(a, blocks, low, count, [&](long j, long slot, long ahead) {
+        prefetch(keys + ahead * dim, dim);
+        prefetch(values + ahead * vdim, vdim);  // when they are wanted there is too little to compute to hide the wait
+        four[j % 4] = keys + slot * dim;
         if (j % 4 < 3 && j + 1 < count) return;
-        for (long i = j % 4 + 1; i < 4; ++i) four[i] = key;  // the last few: what is beyond them is not read
+        for (long i = j % 4 + 1; i < 4; ++i) four[i] = four[j % 4];  // the last few: what is beyond them is not read
         by_heads(group, [&](long g, auto heads) {
             score_four<heads>(queries + g * dim, four, dim, scores + g * stride + j / 4 * 4, stride);
         });
@@ -213,6 +221,15 @@ void decode(const Attention& a, const Item& item, float* partials, long partials
     }
     T* out = static_cast<T*>(a.out) + (token * a.num_heads + item.head * group) * vdim;
     for (long i = 0; i < group * vdim; ++i) put(out + i, mixed[i]);
+}
+
+// Asks for the first keys of a row of one token, for which it would else have to wait.
+template <typename C>
+inline void ask_for_first_keys(const Attention& a, const Item& item) {
+    const C* keys = slots_of<C>(a, a.keys, item.head, a.key_dim);
+    const long low = context_of(a, item.row).low + item.first * SPAN, length = a.rows[item.row * 4 + 2];
+    walk(a, a.blocks + a.rows[item.row * 4 + 3], low, std::min(a.block_size, length - low),
+         [&](long, long slot, long) { prefetch(keys + slot * a.key_dim, a.key_dim); });
 }
 
 // A token's query head from its spans, [spans][mixed, peak, total].
@@ -269,11 +286,11 @@ void prefill(const Attention& a, const Item& item) {
     const long end = position + item.tokens, begin = a.window ? std::max(0L, position + 1 - a.window) : 0;
     for (long base = begin / KEY_TILE * KEY_TILE; base < end; base += KEY_TILE) {
         const long count = std::min(KEY_TILE, end - base);
-        walk<C>(a, a.keys, item.head, blocks, base, count, dim, [&](long j, const C* key, const C*) {
+        walk(a, blocks, base, count, [&](long j, long slot, long) {
+            const C *key = slots_of<C>(a, a.keys, item.head, dim) + slot * dim;
+            const C *value = slots_of<C>(a, a.values, item.head, vdim) + slot * vdim;
             float* to = keys + j / NR * dim * NR + j % NR;
             for (long d = 0; d < dim; ++d) to[d * NR] = as_float(key[d]);
-        });
-        walk<C>(a, a.values, item.head, blocks, base, count, vdim, [&](long j, const C* value, const C*) {
             for (long d = 0; d < vdim; ++d) values[j * padded + d] = as_float(value[d]);
         });
         for (long t = 0; t < tiles.count; ++t)
@@ -347,6 +364,8 @@ void attend(const Attention& a) {  // called by every thread of a team
 #pragma omp for schedule(dynamic, 1)
     for (size_t i = 0; i < items.size(); ++i) {
         const Item& item = items[i];
+        if (const size_t next = i + omp_get_num_threads(); next < items.size() && items[next].row < singles)
+            ask_for_first_keys<C>(a, items[next]);
         if (item.row >= singles)
             prefill<T, C>(a, item);
         else if (context_of(a, item.row).spans() == 1)
