@@ -45,6 +45,7 @@ TORCH_FILES = {
     "serve_app/engine/linear",
     "serve_app/engine/memory",
     "serve_app/engine/decoder_layer",
+    "serve_app/engine/forward",
     "serve_app/engine/fusion",
     "serve_app/engine/native/",
     "serve_app/engine/proof",

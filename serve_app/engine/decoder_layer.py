@@ -15,8 +15,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from serve_app.engine.attention.backend import AttentionProbe, AttentionStep, LayerProbe
-from serve_app.engine.attention.layout import PackedLayout, Segment
-from serve_app.engine.attention.native import NATIVE_DTYPES, NativeAttention, attention_arguments, set_step
+from serve_app.engine.attention.layout import LayerCache, PackedLayout, Segment
+from serve_app.engine.attention.native import NATIVE_DTYPES, NativeAttention, attention_arguments, set_cache, set_step
 from serve_app.engine.fusion import NativeRMSNorm, fused_norm
 from serve_app.engine.memory import page_out
 from serve_app.engine.native.kernels import Arithmetic, AttentionArguments, Kernels, LayerArguments
@@ -41,6 +41,7 @@ class NativeDecoderLayers(nn.Module):
         self.parts = list(parts)
         self._layers = (LayerArguments * len(parts))(*(part.layer for part in parts))
         self._attentions = (AttentionArguments * len(parts))(*(part.attention for part in parts))
+        self._caches: dict[int, LayerCache] = {}  # those that the arguments point to
 
     def forward(
         self,
@@ -52,8 +53,11 @@ class NativeDecoderLayers(nn.Module):
     ) -> torch.Tensor:
         """[1, T, dim] -> [1, T, dim]; position_embeddings: cos and sin, each [1, T, rotary]."""
         cos, sin = (part.float().contiguous() for part in position_embeddings)
-        for part, arguments in zip(self.parts, self._attentions, strict=True):
-            set_step(arguments, attention_step.caches[part.layer_idx], attention_step.layout)
+        if attention_step.caches is not self._caches:
+            self._caches = attention_step.caches
+            for part, arguments in zip(self.parts, self._attentions, strict=True):
+                set_cache(arguments, self._caches[part.layer_idx])
+        set_step(self._attentions[0], attention_step.layout)  # the kernel gives it to all
         hidden = hidden_states.to(torch.float32, copy=True)
         return self.kernels.decoder_layers_(self._layers, self._attentions, hidden, cos, sin).to(hidden_states.dtype)
 

@@ -1,8 +1,7 @@
-"""Weights, cache tensors and the forward pass: turns a `StepPlan` into one drawn token per due row."""
+"""Weights and cache tensors: turns a `StepPlan` into one drawn token per due row."""
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,12 +9,13 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
-from serve_app.engine.attention.backend import AttentionBackend, AttentionStep, LayerProbe
+from serve_app.engine.attention.backend import AttentionBackend, LayerProbe
 from serve_app.engine.attention.cpu import CpuAttention
 from serve_app.engine.attention.cuda import CudaAttention
-from serve_app.engine.attention.layout import LayerCache, PackedLayout, Segment
+from serve_app.engine.attention.layout import LayerCache, Segment
 from serve_app.engine.attention.native import NATIVE_DTYPES, NativeAttention
 from serve_app.engine.decoder_layer import fuse_layers
+from serve_app.engine.forward import PackedForward, Way, WholeModel, shortest_way
 from serve_app.engine.fusion import fuse
 from serve_app.engine.linear import pack_linears
 from serve_app.engine.memory import return_freed_memory
@@ -40,48 +40,6 @@ SCORED_AT_ONCE = 64
 ROUNDING_TOLERANCE = {Arithmetic.BFLOAT16: LOW_PRECISION_TOLERANCE, Arithmetic.INT8: EIGHT_BIT_TOLERANCE}
 CUDA_CACHE_FRACTION = 0.85
 """Share of the free GPU memory that the cache takes when no size is configured."""
-
-
-class PackedForward:
-    """A model's own code run on packed tokens, with our attention and our cache.
-
-    Args:
-        model: a `transformers` causal LM whose attention implementation is ours.
-        caches: one per layer.
-        block_size: tokens of a cache block.
-        backend: attention for the model's device.
-    """
-
-    def __init__(
-        self, model: PreTrainedModel, caches: dict[int, LayerCache], block_size: int, backend: AttentionBackend
-    ) -> None:
-        self.model = model
-        self.caches = caches
-        self.block_size = block_size
-        self.backend = backend
-        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-
-    def __call__(self, rows: Sequence[tuple[Sequence[int], Segment]], wanted: Sequence[int]) -> torch.Tensor:
-        """Logits [len(wanted), vocabulary] after some of the packed tokens.
-
-        Args:
-            rows: each row's new token ids and its segment; single tokens first, longest context first among them.
-            wanted: indices of packed tokens.
-        """
-        device = self.model.device
-        layout = PackedLayout([segment for _, segment in rows], self.block_size, device)
-        token_ids = [token for tokens, _ in rows for token in tokens]
-        positions = [p for _, s in rows for p in range(s.context_len - s.num_tokens, s.context_len)]
-        last = torch.tensor(wanted, dtype=torch.int64, device=device)
-        output = self.model(
-            input_ids=torch.tensor([token_ids], device=device),
-            position_ids=torch.tensor([positions], device=device),
-            use_cache=False,
-            attention_step=AttentionStep(layout, self.caches, self.backend),
-            **({"logits_to_keep": last} if self._keeps_logits else {}),
-        )
-        logits: torch.Tensor = output.logits[0]
-        return logits if self._keeps_logits else logits[last]
 
 
 class ModelRunner:
@@ -129,12 +87,12 @@ class ModelRunner:
             layers = probe_layers(model)
             proof = Proof(model)
 
-            def forward() -> PackedForward:
+            def forward(way: Way) -> PackedForward:
                 scratch = _allocate(layers, PROOF_NUM_BLOCKS, PROOF_BLOCK_SIZE, model.device)
-                return PackedForward(model, scratch, PROOF_BLOCK_SIZE, backend)
+                return PackedForward(way, scratch, PROOF_BLOCK_SIZE, backend, model.device)
 
             if arithmetic != Arithmetic.FLOAT32:  # rounding would hide what the model does differently when packed
-                proof.check(forward())
+                proof.check(forward(WholeModel(model)))
                 layers = {index: replace(layer, dtype=torch.bfloat16) for index, layer in layers.items()}
             if isinstance(backend, NativeAttention):
                 fuse_layers(model, backend, layers, arithmetic)
@@ -142,12 +100,13 @@ class ModelRunner:
                 pack_linears(model, kernels, arithmetic)
             if kernels is not None:
                 fuse(model, kernels)
-            proof.check(forward(), ROUNDING_TOLERANCE.get(arithmetic))
+            way = shortest_way(model, forward)
+            proof.check(forward(way), ROUNDING_TOLERANCE.get(arithmetic))
             self._cache_bytes_per_token = sum(layer.bytes_per_token for layer in layers.values())
             self._num_blocks = self._choose_num_blocks(kv_cache_tokens, model.device)
             return_freed_memory(model)
             caches = _allocate(layers, self._num_blocks, block_size, model.device)
-        self._forward = PackedForward(model, caches, block_size, backend)
+        self._forward = PackedForward(way, caches, block_size, backend, model.device)
         self._vocab_size = int(model.config.get_text_config().vocab_size)
         self._sampler = Sampler(self._vocab_size, model.device)
 

@@ -31,7 +31,8 @@ class NativeAttention:
             call = replace(call, sinks=call.sinks.float().contiguous())
         query, key, value = (_with_plain_rows(tensor) for tensor in (query, new.keys, new.values))
         arguments = attention_arguments(call, query.shape[0], cache, query.dtype)
-        set_step(arguments, cache, layout)
+        set_cache(arguments, cache)
+        set_step(arguments, layout)
         out = query.new_empty(query.shape[1], query.shape[0], cache.values.shape[-1])
         arguments.query, arguments.key, arguments.value = query.data_ptr(), key.data_ptr(), value.data_ptr()
         arguments.query_head_stride, arguments.query_token_stride = query.stride(0), query.stride(1)
@@ -60,11 +61,15 @@ def attention_arguments(call: AttentionCall, num_heads: int, cache: LayerCache, 
     )
 
 
-def set_step(arguments: AttentionArguments, cache: LayerCache, layout: PackedLayout) -> None:
-    """What a step brings, but for the step's own tensors."""
+def set_cache(arguments: AttentionArguments, cache: LayerCache) -> None:
+    """Which cache a layer has."""
     _, num_blocks, block_size, _ = cache.keys.shape
     arguments.keys, arguments.values = cache.keys.data_ptr(), cache.values.data_ptr()
     arguments.block_size, arguments.num_slots = block_size, num_blocks * block_size
+
+
+def set_step(arguments: AttentionArguments, layout: PackedLayout) -> None:
+    """What a step brings, but for its own tensors."""
     arguments.rows, arguments.blocks = layout.rows.data_ptr(), layout.blocks.data_ptr()
     arguments.slots = layout.slots.data_ptr()
     arguments.num_rows, arguments.num_tokens = layout.rows.shape[0], layout.slots.shape[0]

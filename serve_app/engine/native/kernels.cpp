@@ -112,14 +112,21 @@ void paged_attention(const Attention* arguments) {
 }
 
 // hidden [tokens][dim] goes through `count` layers; cos and sin [tokens][rotary]; room: see decoder_layer_room. Of
-// `attentions` the tensors of the step (query to out) and their strides are not read: the layers make them.
+// `attentions` the tensors of the step (query to out) and their strides are not read: the layers make them. The step's rows,
+// blocks and slots, and how many there are, are read of the first only.
 void decoder_layers(const Layer* layers, const Attention* attentions, long count, float* hidden, const float* cos,
                     const float* sin, float* room) {
+    const auto attention = [&](long i) {
+        Attention a = attentions[i];
+        a.rows = attentions->rows, a.blocks = attentions->blocks, a.slots = attentions->slots;
+        a.num_rows = attentions->num_rows, a.num_tokens = attentions->num_tokens;
+        return a;
+    };
     long most = 0;
-    for (long i = 0; i < count; ++i) most = std::max(most, partial_floats(attentions[i]));
+    for (long i = 0; i < count; ++i) most = std::max(most, partial_floats(attention(i)));
     std::vector<float> partials(most);
     const auto run = [&](long i) {
-        Attention a = attentions[i];
+        Attention a = attention(i);
         a.partials = partials.data();
         run_layer(layers[i], a, hidden, cos, sin, room);
     };
