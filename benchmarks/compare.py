@@ -147,6 +147,7 @@ def measure(name: str, port: int, counts: dict[int, int], rate: float, seed: int
     rows = []
     with starting(name, port) as (server, model):
         asyncio.run(run_load(server.url, model, jobs_of(8, 99), 8))  # warm up
+        server.settle()
         for concurrency, count in counts.items():
             cpu = server.cpu_s()
             result = asyncio.run(run_load(server.url, model, jobs_of(count, seed), concurrency))
@@ -159,6 +160,8 @@ def measure(name: str, port: int, counts: dict[int, int], rate: float, seed: int
 
 def row_of(name: str, load: str, result: LoadResult, server: Server, cpu_before: float) -> Row:
     """One line of the table."""
+    if result.errors:
+        print(f"{name}, {load}: {len(result.errors)} errors, the first: {result.errors[0]}")
     return Row(
         name,
         load,

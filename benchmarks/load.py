@@ -176,23 +176,31 @@ async def _send_once(session: aiohttp.ClientSession, url: str, model: str, job: 
     async with session.post(f"{url}/v1/completions", json=body) as response:
         if response.status != 200:
             raise RuntimeError(f"{response.status} {(await response.text())[:200]}")
-        async for line in response.content:
-            data = line.removeprefix(b"data:").strip()
-            if not data or data == b"[DONE]":
-                continue
-            event = json.loads(data)
-            if "error" in event:
-                raise RuntimeError(str(event["error"]))
-            if event.get("usage"):
-                outcome.num_tokens = event["usage"]["completion_tokens"]
-            if any(choice["text"] for choice in event["choices"]):
-                now = time.perf_counter()
-                if outcome.ttft_s == 0.0:
-                    outcome.ttft_s = now - started_at
-                else:
-                    outcome.gaps_s.append(now - last_at)
-                last_at = now
+        rest = b""
+        async for chunk in response.content.iter_any():
+            now = time.perf_counter()
+            *events, rest = (rest + chunk).split(b"\n\n")
+            for text in map(_data_of, events):
+                if text is None:
+                    continue
+                event = json.loads(text)
+                if "error" in event:
+                    raise RuntimeError(str(event["error"]))
+                if event.get("usage"):
+                    outcome.num_tokens = event["usage"]["completion_tokens"]
+                if any(choice["text"] for choice in event["choices"]):
+                    if outcome.ttft_s == 0.0:
+                        outcome.ttft_s = now - started_at
+                    else:
+                        outcome.gaps_s.append(now - last_at)
+                    last_at = now
     outcome.total_s = time.perf_counter() - started_at
     if outcome.ttft_s == 0.0:
         outcome.ttft_s = outcome.total_s
     return outcome
+
+
+def _data_of(event: bytes) -> bytes | None:
+    """What an event of a stream carries; None for comments and the last event of all."""
+    data = event.removeprefix(b"data:").strip()
+    return None if not data or data == b"[DONE]" or event.startswith(b":") else data

@@ -20,6 +20,8 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 START_TIMEOUT_S = 240
+SETTLE_S = 30
+RESTING_CORES = 0.08
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -45,6 +47,14 @@ class Server:
         """Processor seconds of all its living processes so far."""
         mine = set(self.processes())
         return sum((int(fields[11]) + int(fields[12])) / TICKS_PER_S for pid, fields in _stats() if pid in mine)
+
+    def settle(self) -> None:
+        """Waits until it rests: what a server does after its start is not part of serving."""
+        for _ in range(SETTLE_S // 2):
+            before = self.cpu_s()
+            time.sleep(2)
+            if self.cpu_s() - before < 2 * RESTING_CORES:
+                return
 
     def largest_peak_bytes(self) -> int:
         """The highest resident memory that any one of its processes ever had."""

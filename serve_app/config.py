@@ -68,7 +68,7 @@ class EngineLimits(Section):
 
     max_batch_size: int = Field(default=32, ge=1)
     """Rows that share a step, and calls that enter the engine together."""
-    batch_wait_timeout_s: float = Field(default=0.002, ge=0, le=10)
+    batch_wait_timeout_s: float = Field(default=0.0, ge=0, le=10)
     """How long the first call of a batch waits for others. Only the way in waits; running rows never do."""
     max_waiting_tokens: int = Field(default=262_144, ge=1)
     """Tokens (prompt + requested) that may wait; beyond it a request gets 429 with a computed Retry-After."""

@@ -50,7 +50,7 @@ class EngineReplica:
             max_waiting_tokens=limits.max_waiting_tokens,
         )
 
-    @serve.batch(max_batch_size=32, batch_wait_timeout_s=0.002, max_concurrent_batches=DOOR_CONCURRENCY)
+    @serve.batch(max_batch_size=32, batch_wait_timeout_s=0.0, max_concurrent_batches=DOOR_CONCURRENCY)
     async def _enter(self, requests: list[UserRequest]) -> list[TokenStream]:
         """The door: calls that arrive together enter the engine together. A refused one gets a stream that says so."""
         return self._engine.add_to_queue(requests)
