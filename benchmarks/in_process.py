@@ -16,6 +16,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import uvloop
+
 from benchmarks.load import Job, LoadResult, Outcome, mixed_jobs
 from serve_app.config import EngineConfig
 from serve_app.engine.engine import BatchInferenceEngine
@@ -60,7 +62,7 @@ def measure(engine: BatchInferenceEngine, tokenizer: Tokenizer, jobs: Sequence[J
     """One load; the fields of a row of benchmarks.compare."""
     prompts = [tokenizer.encode(job.prompt) for job in jobs]
     before = resource.getrusage(resource.RUSAGE_SELF)
-    result = asyncio.run(run(engine, prompts, jobs, concurrency))
+    result = uvloop.run(run(engine, prompts, jobs, concurrency))
     after = resource.getrusage(resource.RUSAGE_SELF)
     return {
         "load": f"c={concurrency}",

@@ -157,7 +157,7 @@ async def _send(session: aiohttp.ClientSession, url: str, model: str, job: Job) 
     """Sends one job; once more where the server had closed the kept connection that was chosen for it."""
     try:
         return await _send_once(session, url, model, job)
-    except aiohttp.ServerDisconnectedError:
+    except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
         return await _send_once(session, url, model, job)
 
 
