@@ -125,20 +125,20 @@ def test_br_101_a_long_prompt_does_not_stop_running_streams():
         assert all(sum(row.num_tokens == 1 for row in plan.rows) >= 3 for plan in mixed)
 
 
-def test_a_short_request_sent_after_a_long_one_finishes_first(tiny):
+def test_a_short_request_sent_after_a_long_one_finishes_first():
     ended = []
+    with serving(ScriptedRunner(step_s=0.005)) as server:
 
-    def send(name, **call):
-        tiny.ask(**call)
-        ended.append(name)
+        def send(name, **call):
+            server.ask(**call)
+            ended.append(name)
 
-    long = threading.Thread(
-        target=send, args=("long",), kwargs={"prompt": "x" * 300, "max_tokens": 150, "ignore_eos": True}
-    )
-    long.start()
-    time.sleep(0.05)
-    send("short", prompt="y", max_tokens=3)
-    long.join()
+        long = threading.Thread(target=send, args=("long",), kwargs={"prompt": "x" * 300, "max_tokens": 150})
+        long.start()
+        while not server.engine.stats().num_running:
+            time.sleep(0.001)
+        send("short", prompt="y", max_tokens=3)
+        long.join()
     assert ended == ["short", "long"]
 
 

@@ -20,8 +20,9 @@ from serve_app.config import IngressLimits
 from serve_app.ingress.schema.base import parse_request
 from serve_app.ingress.schema.chat import ChatRequest
 from tests.api.server import MODEL, serving
-from tests.cases.tiny_server import serving_tiny_model
+from tests.cases.tiny_server import new_tiny_model, serving_tiny_model
 from tests.fakes import EOS, ScriptedRunner, counting, echo, ids, text_tokenizer
+from tests.families import generate_alone
 
 HELLO = [{"role": "user", "content": "hello"}]
 BOTH = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -272,10 +273,7 @@ def test_logprobs_are_log_softmax(tiny):
     [request] = [r for r in tiny.client.requests if r.prompt_token_ids == prompt][-1:]
     assert request.sampling.prompt_logprobs == 3
     sequence = [*prompt]
-    model = tiny.runner._forward.model
-    from tests.families import generate_alone, tiny_model
-
-    plain = tiny_model(model.config)  # the same weights, its own attention
+    plain = new_tiny_model()  # the same weights, its own attention
     sequence += generate_alone(plain, prompt, 6)
     with torch.inference_mode():
         expected = torch.log_softmax(plain(torch.tensor([sequence])).logits[0].float(), -1)
