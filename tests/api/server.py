@@ -96,6 +96,13 @@ class Server:
         assert whole.same == streamed.same
         return streamed
 
+    def wait_until_running(self, timeout_s: float = 5.0) -> None:
+        """Waits until a request runs; fails when that takes too long."""
+        deadline = time.monotonic() + timeout_s
+        while not self.engine.stats().num_running:
+            assert time.monotonic() < deadline, f"nothing runs: {self.engine.stats()}"
+            time.sleep(0.001)
+
     def wait_until_idle(self, timeout_s: float = 5.0) -> None:
         """Waits until nothing runs; fails when that takes too long or a block leaked."""
         deadline = time.monotonic() + timeout_s
@@ -106,10 +113,14 @@ class Server:
         assert self.engine.stats().num_free_blocks == self.engine.stats().num_blocks
 
 
-def ask(http: httpx.Client, path: str, body: dict[str, Any]) -> Answer:
-    """Sends a body; reads whole answers and streams (with `include_usage`) alike."""
+def ask(http: httpx.Client, path: str, body: dict[str, Any], begun: threading.Event | None = None) -> Answer:
+    """Sends a body; reads whole answers and streams (with `include_usage`) alike. `begun` is set by the first bytes."""
+    raw = ""
     with http.stream("POST", path, json=body) as response:
-        raw = response.read().decode()
+        for piece in response.iter_text():
+            raw += piece
+            if begun is not None:
+                begun.set()
     if not response.headers["content-type"].startswith("text/event-stream"):
         payload = json.loads(raw)
         if response.status_code != 200:

@@ -135,8 +135,7 @@ def test_a_short_request_sent_after_a_long_one_finishes_first():
 
         long = threading.Thread(target=send, args=("long",), kwargs={"prompt": "x" * 300, "max_tokens": 150})
         long.start()
-        while not server.engine.stats().num_running:
-            time.sleep(0.001)
+        server.wait_until_running()
         send("short", prompt="y", max_tokens=3)
         long.join()
     assert ended == ["short", "long"]

@@ -735,8 +735,7 @@ def test_br_089_a_caller_who_leaves_the_queue_is_never_computed():
     with serving(ScriptedRunner(counting, max_model_len=4096, num_blocks=4096, step_s=0.001), max_batch_size=1) as server:
         with ThreadPoolExecutor(2) as pool:
             running = pool.submit(server.ask, "running", max_tokens=800)
-            while not server.engine.stats().num_running:
-                time.sleep(0.001)
+            server.wait_until_running()
             host, port = server.url.removeprefix("http://").split(":")
             body = b'{"prompt": "gone", "max_tokens": 100}'
             leavers = [socket.create_connection((host, int(port)), timeout=10) for _ in range(20)]
@@ -780,8 +779,7 @@ def test_br_131_deadlines():
         server.wait_until_idle()
         with ThreadPoolExecutor(1) as pool:  # one that only waits
             running = pool.submit(server.ask, "running", max_tokens=150)
-            while not server.engine.stats().num_running:
-                time.sleep(0.001)
+            server.wait_until_running()
             answer = server.http.post("/v1/completions", json=body, headers=asked)
             assert answer.status_code == 504
             assert running.result().usage["completion_tokens"] == 150
