@@ -1,11 +1,12 @@
-"""What the model reads: chat templates and tokenizing, off the event loop."""
+"""What the model reads: chat templates and tokenizing, off the event loop unless they are over in a moment."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from serve_app.errors import ContextLengthError, RequestError
 from serve_app.ingress.schema.chat import ChatMessage, ChatRequest
@@ -13,6 +14,13 @@ from serve_app.ingress.schema.completion import CompletionRequest
 from serve_app.ingress.schema.tokens import TokenizeRequest
 from serve_app.models.facts import ModelFacts
 from serve_app.text.tokenizer import Tokenizer
+
+SHORT = 4_000
+"""Characters (or ids) that are tokenized in about a millisecond: a thread costs the caller more than it spares others."""
+TURN = 100
+"""Characters that stand for what a template does for a turn, whatever its length."""
+
+ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,34 +53,38 @@ class Prompter:
                 "chat_template: this server uses the model's own template only (allow_chat_template is off).",
                 "chat_template",
             )
-        return [
-            await asyncio.to_thread(
-                self._conversation,
-                request.messages,
-                add_generation_prompt=request.opens_a_turn,
-                continue_final_message=request.continue_final_message,
-                chat_template=request.chat_template,
-                variables=request.chat_template_kwargs,
-            )
-        ]
+        conversation = partial(
+            self._conversation,
+            request.messages,
+            add_generation_prompt=request.opens_a_turn,
+            continue_final_message=request.continue_final_message,
+            chat_template=request.chat_template,
+            variables=request.chat_template_kwargs,
+        )
+        is_own = request.chat_template is None  # else it is a stranger's program
+        return [await _run(conversation, on_loop=is_own and _are_short(request.messages, request.chat_template_kwargs))]
 
     async def completion(self, request: CompletionRequest) -> list[Prompt]:
         """One prompt per element of `prompt`. Raises `RequestError` for an empty one or one that cannot fit."""
-        return [await asyncio.to_thread(self._completion, prompt) for prompt in request.prompt]
+        are_short = sum(map(len, request.prompt)) <= SHORT
+        return [await _run(partial(self._completion, prompt), on_loop=are_short) for prompt in request.prompt]
 
     async def tokenize(self, request: TokenizeRequest) -> Prompt:
         """The prompt that /tokenize asks about; may be empty."""
         if request.prompt is not None:
             adds = request.add_special_tokens is not False
-            return await asyncio.to_thread(self._encode, request.prompt, "prompt", add_special_tokens=adds)
-        return await asyncio.to_thread(
+            encode = partial(self._encode, request.prompt, "prompt", add_special_tokens=adds)
+            return await _run(encode, on_loop=len(request.prompt) <= SHORT)
+        messages = request.messages or ()
+        conversation = partial(
             self._conversation,
-            request.messages or (),
+            messages,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
             variables=request.chat_template_kwargs,
             add_special_tokens=bool(request.add_special_tokens),
         )
+        return await _run(conversation, on_loop=_are_short(messages, request.chat_template_kwargs))
 
     def _conversation(
         self,
@@ -116,3 +128,14 @@ class Prompter:
                 param,
             )
         return Prompt(tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens)), text)
+
+
+def _are_short(messages: Sequence[ChatMessage], variables: Mapping[str, Any] | None) -> bool:
+    """Whether the model's template and tokenizer are through with them in a moment."""
+    if variables or any(message.tool_calls for message in messages):
+        return False
+    return sum(TURN + len(message.content or message.refusal or "") for message in messages) <= SHORT
+
+
+async def _run(work: Callable[[], ResultT], *, on_loop: bool) -> ResultT:
+    return work() if on_loop else await asyncio.to_thread(work)
