@@ -121,7 +121,11 @@ class UserRequest:
     cache_salt: str = ""
     """Only requests with the same salt share cached prefixes."""
     priority: int = 0
-    """Lower goes first, both into the batch and when blocks run out; equal ones in order of arrival."""
+    """Among a tenant's requests lower goes first, both into the batch and when blocks run out; equal ones by arrival."""
+    tenant: str = ""
+    """Whose request it is. Tenants share the engine by weight, whatever each of them asks for."""
+    weight: float = 1.0
+    """A tenant of weight 2 gets twice the tokens of one of weight 1 when both want more than there is. Above 0."""
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:

@@ -4,19 +4,25 @@ The rules, in order:
 
 1. Every decoding row gets its one token. When blocks run out the last running row in rank is preempted: it gives its
    blocks back and is recomputed later, from where it was.
-2. Waiting rows are admitted by rank (priority, then arrival) while there are places in the batch and blocks for all their
-   known tokens. Nobody overtakes at this door, so nobody starves within a priority. One exception: a row whose next
-   block is being computed by a running row waits until it can share it.
-3. The rest of the token budget goes to prompts, in chunks: at least half to the oldest, the remainder to those with the
-   fewest tokens left. So a short prompt never waits for a long one to end, and a long one always advances.
+2. Waiting rows are admitted, the least served tenant's first and by rank (priority, then arrival) within a tenant, while
+   there are places in the batch and blocks for all their known tokens. Nobody overtakes at this door, so nobody starves
+   within a tenant's priority. One exception: a row whose next block is being computed by a running row waits until it can
+   share it. A tenant that has fewer places or blocks than its share does not wait for them: rows of tenants above their
+   share are preempted for it.
+3. The rest of the token budget goes to prompts, in chunks, the least served tenant's first. Of what a tenant gets at least
+   half goes to its oldest, the remainder to those with the fewest tokens left. So a short prompt never waits for a long
+   one to end, and a long one always advances.
 """
 
 from __future__ import annotations
 
 import bisect
+from collections import Counter
 from dataclasses import dataclass
+from itertools import groupby, islice
 from typing import Self
 
+from serve_app.engine.fair_queue import FairQueue
 from serve_app.engine.kv_cache import BlockLedger
 from serve_app.engine.sequence import Sequence
 from serve_app.engine.status import Status
@@ -94,7 +100,7 @@ class Scheduler:
         self.max_batched_tokens = max_batched_tokens
         self.batch_wait_timeout_s = batch_wait_timeout_s
         self.prefix_cache = prefix_cache
-        self.waiting: list[Sequence] = []
+        self.waiting = FairQueue()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self._in_progress: dict[bytes, Sequence] = {}  # full blocks of known tokens that a running row is yet to compute
@@ -107,8 +113,9 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, sequence: Sequence) -> None:
-        """Queues a sequence at its rank."""
-        bisect.insort(self.waiting, sequence, key=_rank)
+        """Queues a newcomer."""
+        self.waiting.enter(sequence)
+        self.waiting.add(sequence)
 
     def seconds_until_due(self, now: float) -> float:
         """How long the waiting rows may still wait for company; 0 when the next step is due."""
@@ -123,12 +130,13 @@ class Scheduler:
             return StepPlan()
         rows = self._plan_decodes()
         self._admit()
+        rows = [row for row in rows if row.sequence.status is Status.DECODE]  # without those that had to make way
         rows += self._plan_prefills(max(self.max_batched_tokens - len(rows), self.ledger.block_size))
         return StepPlan(tuple(rows))
 
     def _plan_decodes(self) -> list[PlannedRow]:
         rows = []
-        for sequence in tuple(self.running):  # by rank: a victim always comes after the rows already planned
+        for sequence in self._by_standing(self.running):  # a victim always comes after the rows already planned
             if sequence.status is Status.DECODE and self._make_room(sequence):
                 rows.append(PlannedRow.next_tokens(sequence, 1))
         return rows
@@ -138,7 +146,7 @@ class Scheduler:
         if self.ledger.blocks_for(sequence.num_tokens) <= len(sequence.block_ids):
             return True
         while self.ledger.num_free == 0:
-            victim = self.running[-1]
+            victim = self._by_standing(self.running)[-1]
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -151,21 +159,52 @@ class Scheduler:
         sequence.move(Status.WAITING)
         sequence.num_preemptions += 1
         self.num_preemptions += 1
-        self.add(sequence)
+        self.waiting.add(sequence)
+
+    def _by_standing(self, sequences: list[Sequence]) -> list[Sequence]:
+        """Running sequences, the first to be served first; `running` itself is by rank."""
+        return sorted(sequences, key=self.waiting.standing) if self.waiting.num_tenants > 1 else list(sequences)
 
     def _admit(self) -> None:
-        for sequence in self.waiting[: 2 * self.max_batch_size]:  # as far as rows that wait to share may be passed
-            if len(self.running) >= self.max_batch_size:
+        for sequence in islice(self.waiting.turns(), 2 * self.max_batch_size):  # rows that wait to share may be passed
+            if len(self.running) >= self.max_batch_size and not self._clear_a_place(sequence):
                 break
             hashes = self._shareable_hashes(sequence)
             shared = self.ledger.match(hashes)
             if len(shared) < len(hashes) and hashes[len(shared)] in self._in_progress:
                 continue
-            if not self._take_blocks(sequence, shared):
+            while not (has_blocks := self._take_blocks(sequence, shared)):
+                if not self._clear_blocks(sequence, len(shared)):
+                    break
+                shared = self.ledger.match(hashes)
+            if not has_blocks:
                 break
             self.waiting.remove(sequence)
             sequence.move(Status.PREFILL)
             bisect.insort(self.running, sequence, key=_rank)
+
+    def _clear_a_place(self, sequence: Sequence) -> bool:
+        """Preempts a row of a tenant that has more places than its share, for a tenant that has fewer; False if none is."""
+        return self._make_way(sequence, Counter(row.request.tenant for row in self.running), 1, self.max_batch_size)
+
+    def _clear_blocks(self, sequence: Sequence, num_shared: int) -> bool:
+        """The same for the blocks that a waiting sequence needs; False when its tenant's share does not hold them."""
+        held: Counter[str] = Counter()
+        for row in self.running:
+            held[row.request.tenant] += len(row.block_ids)
+        num_new = self.ledger.blocks_for(sequence.num_tokens) - num_shared
+        return self._make_way(sequence, held, num_new, self.ledger.num_blocks)
+
+    def _make_way(self, sequence: Sequence, held: Counter[str], num_wanted: int, num_there: int) -> bool:
+        """Preempts the last row of a tenant that holds more than its share of what there is, for one that then does not."""
+        fair = self.waiting
+        if fair.num_tenants == 1 or held[sequence.request.tenant] + num_wanted > fair.share(sequence, num_there):
+            return False
+        for victim in reversed(self._by_standing(self.running)):
+            if held[victim.request.tenant] > fair.share(victim, num_there):
+                self._preempt(victim)
+                return True
+        return False
 
     def _shareable_hashes(self, sequence: Sequence) -> list[bytes]:
         """Identities of the blocks that the sequence may take from others."""
@@ -192,9 +231,18 @@ class Scheduler:
         return True
 
     def _plan_prefills(self, budget: int) -> list[PlannedRow]:
-        prompts = [sequence for sequence in self.running if sequence.status is Status.PREFILL]
-        if not prompts:
-            return []
+        prompts = self._by_standing([sequence for sequence in self.running if sequence.status is Status.PREFILL])
+        rows: list[PlannedRow] = []
+        for _, of_tenant in groupby(prompts, key=lambda sequence: sequence.request.tenant):
+            shares = self._share_out(budget, list(of_tenant))
+            budget -= sum(row.num_tokens for row in shares)
+            rows += shares
+            if not budget:
+                break
+        return rows
+
+    def _share_out(self, budget: int, prompts: list[Sequence]) -> list[PlannedRow]:
+        """A token budget, shared by one tenant's prompts."""
         oldest, *others = prompts
         first = min(oldest.num_pending_tokens, budget - budget // 2 if others else budget)
         left = budget - first
@@ -218,6 +266,9 @@ class Scheduler:
                 self.ledger.register(sequence.block_ids[index], hashes[index])
                 self._in_progress.pop(hashes[index], None)
             sequence.num_registered_blocks = max(sequence.num_registered_blocks, num_full)
+        if row.end > sequence.num_charged_tokens:  # what is computed again after a preemption is not the tenant's debt
+            self.waiting.charge(sequence, row.end - max(row.start, sequence.num_charged_tokens))
+            sequence.num_charged_tokens = row.end
         if row.draws and sequence.status is Status.PREFILL:
             sequence.move(Status.DECODE)
 
@@ -228,6 +279,7 @@ class Scheduler:
         else:
             self.running.remove(sequence)
             self._give_back(sequence)
+        self.waiting.leave(sequence)
         sequence.move(ending)
 
     def _give_back(self, sequence: Sequence) -> None:

@@ -22,6 +22,7 @@ class Sequence:
         block_ids: the cache blocks, in order; block i holds tokens [i * block_size, (i + 1) * block_size).
         num_cached_tokens: how many of them were found in the prefix cache when the sequence was last admitted.
         end_token_ids: the ids that end this request.
+        num_charged_tokens: of `token_ids`, those that count as given to the tenant.
         is_queued: no step has computed anything for it yet.
         prompt_logprobs: of the prompt's tokens from the second on, as far as they are known, when asked for.
     """
@@ -35,6 +36,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
+        self.num_charged_tokens = 0
         self.is_queued = True
         self.block_ids: list[int] = []
         self.num_registered_blocks = 0

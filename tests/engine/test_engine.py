@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -315,29 +316,33 @@ async def test_cancelling_raises_in_an_asynchronous_reader(running):
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(
-        st.tuples(st.integers(1, 40), st.integers(1, 20), st.integers(0, 15), st.integers(0, 25)), min_size=1, max_size=12
+        st.tuples(
+            st.integers(1, 40), st.integers(1, 20), st.integers(0, 15), st.integers(0, 25), st.sampled_from(("", "a", "b"))
+        ),
+        min_size=1,
+        max_size=12,
     ),
     st.integers(1, 6),
     st.integers(4, 40),
     st.integers(24, 60),
 )
 def test_any_mix_of_arrivals_and_departures_ends_each_once_and_balances(jobs, batch, budget, num_blocks):
-    """jobs: (prompt length, tokens asked, step of arrival, step of departure or after it all)."""
+    """jobs: (prompt length, tokens asked, step of arrival, step of departure or after it all, tenant)."""
     runner = ScriptedRunner(num_blocks=num_blocks, max_model_len=96)
     engine = BatchInferenceEngine(runner, max_batch_size=batch, max_batched_tokens=budget)
     streams = {}
     for now in range(3000):
-        for index, (length, asked, arrival, departure) in enumerate(jobs):
+        for index, (length, asked, arrival, departure, tenant) in enumerate(jobs):
             if arrival == now:
                 prompt = [FIRST_BYTE + (index * 7 + i) % 200 for i in range(length)]
-                [streams[index]] = engine.add_to_queue([ask(str(index), prompt, asked)])
+                [streams[index]] = engine.add_to_queue([replace(ask(str(index), prompt, asked), tenant=tenant)])
             if index in streams and departure == now and departure > arrival:
                 engine.cancel(str(index))
         did_something = engine.step()
         engine.check()
         if not did_something and now > 30:
             break
-    for index, (length, asked, _, _) in enumerate(jobs):
+    for index, (length, asked, *_) in enumerate(jobs):
         expected = list(counting((FIRST_BYTE + (index * 7 + length - 1) % 200,)))[:asked]
         got = []
         try:

@@ -1,5 +1,7 @@
 """Who runs in a step."""
 
+import pytest
+
 from serve_app.engine.kv_cache import BlockLedger
 from serve_app.engine.request import SamplingParams, UserRequest
 from serve_app.engine.scheduler import Scheduler
@@ -202,3 +204,97 @@ def test_a_row_that_scores_its_prompt_computes_all_of_it():
         [row] = step(scheduler).rows
         assert (row.start, row.end) == (0, 21)
         assert sequence.num_cached_tokens == 0
+
+
+def from_tenant(tenant, length=4, max_tokens=8, weight=1.0, priority=0, first_token=10):
+    prompt = tuple(range(first_token, first_token + length))
+    params = SamplingParams(max_tokens=max_tokens)
+    request = UserRequest("r", prompt, params, 0.0, tenant=tenant, weight=weight, priority=priority)
+    return Sequence(request, frozenset())
+
+
+def tokens_given(scheduler, sequences):
+    """Tokens computed so far, by tenant."""
+    given = {}
+    for sequence in sequences:
+        num_tokens = max(sequence.num_computed_tokens, sequence.num_tokens - 1 if sequence.num_output_tokens else 0)
+        given[sequence.request.tenant] = given.get(sequence.request.tenant, 0) + num_tokens
+    return given
+
+
+@pytest.mark.parametrize("weight", [1.0, 3.0])
+def test_tenants_share_by_weight_whatever_each_asks_for(weight):
+    scheduler = make_scheduler(num_blocks=256)
+    flood = [from_tenant("flood", first_token=1000 + 10 * i) for i in range(200)]
+    other = [from_tenant("other", weight=weight, first_token=9000 + 10 * i) for i in range(100)]
+    for sequence in (*flood, *other):
+        scheduler.add(sequence)
+    for _ in range(120):
+        step(scheduler)
+    given = tokens_given(scheduler, (*flood, *other))
+    assert given["other"] / given["flood"] == pytest.approx(weight, rel=0.15)
+
+
+def test_a_newcomer_of_another_tenant_starts_at_once_though_a_flood_has_every_place():
+    scheduler = make_scheduler(num_blocks=256)
+    flood = [from_tenant("flood", max_tokens=200, first_token=1000 + 10 * i) for i in range(50)]
+    for sequence in flood:
+        scheduler.add(sequence)
+    for _ in range(10):
+        step(scheduler)
+    newcomer = from_tenant("other")
+    scheduler.add(newcomer)
+    step(scheduler)
+    assert newcomer.num_output_tokens == 1
+    assert sum(sequence.num_preemptions for sequence in flood) == 1
+    for _ in range(20):
+        step(scheduler)
+    assert newcomer.status is Status.FINISHED
+    assert sum(sequence.num_preemptions for sequence in flood) == 1  # once, not at every step
+
+
+def test_a_newcomer_of_another_tenant_gets_its_share_of_the_blocks():
+    scheduler = make_scheduler(num_blocks=32)
+    flood = [from_tenant("flood", length=28, max_tokens=4, first_token=1000 + 100 * i) for i in range(10)]
+    for sequence in flood:
+        scheduler.add(sequence)
+    for _ in range(7):  # their prompts take 7 blocks each, all that there are
+        step(scheduler)
+    newcomer = from_tenant("other", length=12)
+    scheduler.add(newcomer)
+    step(scheduler)
+    assert newcomer.status is Status.DECODE
+    while scheduler.has_work:
+        step(scheduler)
+    assert all(sequence.status is Status.FINISHED for sequence in (*flood, newcomer))
+
+
+def test_priority_counts_within_a_tenant_and_not_between_tenants():
+    scheduler = make_scheduler(max_batch_size=1)
+    pushy = [from_tenant("pushy", max_tokens=1, priority=-10, first_token=100 * (i + 1)) for i in range(3)]
+    modest = [from_tenant("modest", max_tokens=1, priority=p, first_token=1000 * (i + 1)) for i, p in enumerate((5, 4))]
+    for sequence in (*modest, *pushy):
+        scheduler.add(sequence)
+    ended = []
+    while scheduler.has_work:
+        step(scheduler)
+        ended += [s for s in (*modest, *pushy) if s.status is Status.FINISHED and s not in ended]
+    assert [s.request.tenant for s in ended[:4]].count("modest") == 2
+    assert ended.index(modest[1]) < ended.index(modest[0])
+
+
+def test_time_of_idling_is_not_saved_up():
+    scheduler = make_scheduler(num_blocks=256, max_batch_size=1)
+    busy = [from_tenant("busy", max_tokens=4, first_token=1000 + 10 * i) for i in range(60)]
+    for sequence in busy:
+        scheduler.add(sequence)
+    for _ in range(100):
+        step(scheduler)
+    late = [from_tenant("late", max_tokens=4, first_token=9000 + 10 * i) for i in range(30)]
+    for sequence in late:
+        scheduler.add(sequence)
+    before = tokens_given(scheduler, busy)["busy"]
+    for _ in range(60):
+        step(scheduler)
+    gained = tokens_given(scheduler, busy)["busy"] - before
+    assert gained == pytest.approx(tokens_given(scheduler, late)["late"], rel=0.25)
