@@ -51,5 +51,16 @@ def complete(
     model.close()
 
 
+@app.command()
+def key(name: Annotated[str, typer.Argument(help="how the log calls the key")]) -> None:
+    """Make an API key: shown once, with its entry for the configuration, which holds its digest only."""
+    from serve_app.ingress.access import new_key
+
+    secret, digest = new_key()
+    typer.echo(f"{secret}\n")
+    typer.echo("in serve_config.yaml, under Ingress.user_config.api_keys:\n")
+    typer.echo(f"  - {{name: {name}, sha256: {digest}}}")
+
+
 if __name__ == "__main__":
     app()

@@ -74,9 +74,26 @@ class EngineLimits(Section):
     """Tokens (prompt + requested) that may wait; beyond it a request gets 429 with a computed Retry-After."""
 
 
+class ApiKey(Section):
+    """One caller (`serve-app key NAME` makes a key and this entry for it)."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    """What the log, and nobody else, calls the key."""
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    """The key's SHA-256 in hexadecimal; the key itself is nowhere."""
+    weight: float = Field(default=1.0, gt=0, le=1000)
+    """When more is wanted than there is: a key of weight 2 gets twice the tokens of one of weight 1."""
+    max_calls: int | None = Field(default=None, ge=1)
+    """Calls at the same time, per ingress replica; beyond it 429. When absent there is no limit."""
+
+
 class IngressLimits(Section):
     """What may change on a running ingress (`user_config` of the ingress deployment)."""
 
+    api_keys: list[ApiKey] | None = None
+    """Who may call; every route but /health then wants a key. When absent everybody may, when empty nobody."""
+    cors_origins: list[str] = []
+    """Origins (such as https://chat.example) whose pages may call from a browser; none by default."""
     max_body_bytes: int = Field(default=4 * 1024 * 1024, ge=1)
     body_timeout_s: float = Field(default=30.0, gt=0)
     """A body that is not complete by then gets 408."""
@@ -87,6 +104,13 @@ class IngressLimits(Section):
     """Tokens come from an engine replica on the same machine as one message per step; else as one per token and call."""
     allow_chat_template: bool = False
     """Whether callers may bring their own chat template (it runs in a sandbox, but for as long as it likes)."""
+
+    @model_validator(mode="after")
+    def _names_are_unique(self) -> Self:
+        names = [key.name for key in self.api_keys or ()]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"api_keys has two keys of the name {twice!r}")
+        return self
 
 
 class ServeConfig(Section):

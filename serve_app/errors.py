@@ -7,6 +7,7 @@ ServeAppError
 │   └── UnsupportedModelError      the loader's proof refused the model, with the reason
 ├── RequestError                   400  invalid_request_error, names the field in `param`
 │   ├── ContextLengthError         400  code context_length_exceeded
+│   ├── AuthenticationError        401  code invalid_api_key, with WWW-Authenticate
 │   ├── UnknownModelError          404  code model_not_found
 │   ├── UnknownRouteError          404
 │   ├── MethodNotAllowedError      405
@@ -69,6 +70,13 @@ class ContextLengthError(RequestError):
     """Prompt, or prompt plus requested tokens, is longer than the model's context."""
 
     code = "context_length_exceeded"
+
+
+class AuthenticationError(RequestError):
+    """No API key, or none that is known."""
+
+    status = 401
+    code = "invalid_api_key"
 
 
 class UnknownModelError(RequestError):

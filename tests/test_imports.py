@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "autoscaling": set(),
     "routing": {"engine.request"},
     "app": {"config", "ingress", "replica"},
-    "cli": {"models", "local"},
+    "cli": {"models", "local", "ingress.access"},
 }
 """Room -> the rooms (or single modules) of the project that it may import, besides itself."""
 

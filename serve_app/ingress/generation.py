@@ -9,6 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Self
 
+from serve_app.config import ApiKey
 from serve_app.engine.request import FinishReason, RequestFailure, TokenLogprobs, TokenOutput, UserRequest
 from serve_app.errors import ContextLengthError, DeadlineError, GenerationError
 from serve_app.ingress.engine_client import EngineClient
@@ -98,6 +99,7 @@ class Generation:
         tokenizer: turns tokens into text.
         facts: the model's context and recommended sampling.
         request_id: the caller's name of the call, for the log.
+        caller: whose key it came with: the tenant. Without keys `user` says who it is.
         reasoning_tags: what opens and closes the model's reasoning, when that is to be split off.
         deadline: when its work ends, done or not.
 
@@ -115,6 +117,7 @@ class Generation:
         facts: ModelFacts,
         *,
         request_id: str,
+        caller: ApiKey | None = None,
         reasoning_tags: tuple[str, str] | None = None,
         deadline: Deadline | None = None,
     ) -> None:
@@ -136,6 +139,8 @@ class Generation:
                     request.sampling(facts.sampling, max_tokens, choice),
                     cache_salt=request.cache_salt or "",
                     priority=request.priority,
+                    tenant=(request.user or "") if caller is None else caller.name,
+                    weight=1.0 if caller is None else caller.weight,
                 )
                 self._choices.append((prompt, user_request))
 

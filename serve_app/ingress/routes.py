@@ -11,12 +11,14 @@ from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from serve_app.config import IngressLimits
 from serve_app.errors import RequestError, ServeAppError, UnknownModelError
+from serve_app.ingress.access import LIVENESS, Cors, KeyGate, caller_of
 from serve_app.ingress.answers import (
     EventStream,
     NamedEventStream,
@@ -85,28 +87,33 @@ class Api:
     def asgi(self) -> Starlette:
         """The ASGI application."""
         return Starlette(
-            routes=[
-                Route("/health", self.health, methods=["GET"]),
-                Route("/ready", self.ready, methods=["GET"]),
-                Route("/version", self.version, methods=["GET"]),
-                Route("/docs", self.docs, methods=["GET"]),
-                Route("/openapi.json", self.openapi, methods=["GET"]),
-                Route("/v1/models", self.models, methods=["GET"]),
-                Route("/v1/models/{model_id:path}", self.model, methods=["GET"]),
-                Route("/v1/chat/completions", self.chat, methods=["POST"]),
-                Route("/v1/completions", self.completions, methods=["POST"]),
-                Route("/v1/responses", self.responses, methods=["POST"]),
-                Route("/v1/responses/{response_id:path}", self.stored_response, methods=["GET", "POST", "DELETE"]),
-                Route("/v1/embeddings", self.embeddings, methods=["POST"]),
-                Route("/tokenize", self.tokenize, methods=["POST"]),
-                Route("/detokenize", self.detokenize, methods=["POST"]),
-            ],
+            routes=self.routes(),
+            middleware=[Middleware(Cors, lambda: self.limits), Middleware(KeyGate, lambda: self.limits)],
             exception_handlers={
                 ServeAppError: on_serve_app_error,
                 HTTPException: on_http_exception,
                 Exception: on_bug,
             },
         )
+
+    def routes(self) -> list[Route]:
+        """All that the API answers to."""
+        return [
+            Route(LIVENESS, self.health, methods=["GET"]),
+            Route("/ready", self.ready, methods=["GET"]),
+            Route("/version", self.version, methods=["GET"]),
+            Route("/docs", self.docs, methods=["GET"]),
+            Route("/openapi.json", self.openapi, methods=["GET"]),
+            Route("/v1/models", self.models, methods=["GET"]),
+            Route("/v1/models/{model_id:path}", self.model, methods=["GET"]),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/responses", self.responses, methods=["POST"]),
+            Route("/v1/responses/{response_id:path}", self.stored_response, methods=["GET", "POST", "DELETE"]),
+            Route("/v1/embeddings", self.embeddings, methods=["POST"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+        ]
 
     async def health(self, _: Request) -> Response:
         """Alive: this process answers."""
@@ -223,6 +230,7 @@ class Api:
             self._tokenizer,
             self._facts,
             request_id=request_id,
+            caller=caller_of(request),
             reasoning_tags=reasoning_tags,
             deadline=self._deadline(request),
         )

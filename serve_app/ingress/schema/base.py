@@ -31,6 +31,12 @@ def no_effect(description: str = "") -> Any:
     return Field(default=None, description=f"{NO_EFFECT} {description}".rstrip(), json_schema_extra={"x-no-effect": True})
 
 
+User = Annotated[
+    str | None,
+    Field(max_length=256, description="On a server without API keys: who it is that shares the engine with others."),
+]
+
+
 def default(value: Any) -> BeforeValidator:
     """null means the default."""
     return BeforeValidator(lambda given: value if given is None else given)

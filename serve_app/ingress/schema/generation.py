@@ -15,7 +15,7 @@ from serve_app.engine.request import (
     MIN_REPETITION_PENALTY,
     SamplingParams,
 )
-from serve_app.ingress.schema.base import Flag, ItemList, Schema, StringOrList, default, no_effect, problem
+from serve_app.ingress.schema.base import Flag, ItemList, Schema, StringOrList, User, default, no_effect, problem
 from serve_app.models.facts import SamplingDefaults
 
 MAX_STOP_STRINGS = 16
@@ -109,8 +109,10 @@ class GenerationRequest(Schema):
     cache_salt: Annotated[
         str | None, Field(min_length=1, max_length=256, description="Only equal salts share cached prefixes.")
     ] = None
-    priority: Annotated[int, default(0), Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Lower is served first.")] = 0
-    user: Annotated[str | None, no_effect()] = None
+    priority: Annotated[
+        int, default(0), Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Lower goes first among a tenant's.")
+    ] = 0
+    user: User = None
     metadata: Annotated[dict[str, Any] | None, no_effect()] = None
     store: Annotated[Literal[False] | None, no_effect("Answers are never stored; true is refused.")] = None
     service_tier: Annotated[Literal["auto", "default"] | None, no_effect("Other tiers are refused.")] = None

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from serve_app.ingress.schema.base import Flag, Schema, no_effect
+from serve_app.ingress.schema.base import Flag, Schema, User, no_effect
 from serve_app.ingress.schema.chat import MAX_MESSAGES, TOOLS, ChatRequest, TextFormat
 
 STATELESS = "nothing is stored here; send the whole conversation as input"
@@ -100,7 +100,7 @@ class ResponsesRequest(Schema):
     parallel_tool_calls: Annotated[bool | None, no_effect("There are no tools.")] = None
     service_tier: Annotated[Literal["auto", "default"] | None, no_effect("Other tiers are refused.")] = None
     metadata: Annotated[dict[str, Any] | None, Field(description="Comes back with the answer.")] = None
-    user: Annotated[str | None, no_effect()] = None
+    user: User = None
     safety_identifier: Annotated[str | None, no_effect()] = None
     prompt_cache_key: Annotated[str | None, no_effect("Equal prompts are found without it.")] = None
 
@@ -116,5 +116,6 @@ class ResponsesRequest(Schema):
                 "temperature": self.temperature,
                 "top_p": self.top_p,
                 "stream": self.stream,
+                "user": self.user,
             }
         )
