@@ -102,6 +102,8 @@ class IngressLimits(Section):
     begun. A caller may ask for less (X-Request-Timeout-Seconds). When absent there is no limit."""
     step_channel: bool = True
     """Tokens come from an engine replica on the same machine as one message per step; else as one per token and call."""
+    log_prompts: bool = False
+    """Whether the line that the log has for every call says what the prompt was."""
     allow_chat_template: bool = False
     """Whether callers may bring their own chat template (it runs in a sandbox, but for as long as it likes)."""
 

@@ -1,6 +1,8 @@
-"""What an engine replica reports to Prometheus, through Ray's own metrics."""
+"""What engine and ingress replicas report to Prometheus, through Ray's own metrics."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from ray.serve.metrics import Counter, Gauge
 
@@ -30,3 +32,15 @@ class ReplicaMetrics:
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
         self._blocks_held.set(stats.num_blocks - stats.num_free_blocks)
+
+
+class IngressMetrics:
+    """Calls by how they ended: `stop`, `length`, `disconnected`, `deadline`, `cancelled`, or the code of an error."""
+
+    def __init__(self) -> None:
+        tags: Any = ("ending", "key")  # Ray's annotation allows one tag only
+        self._calls = Counter("serve_app_calls", "HTTP calls by ending.", tags)
+
+    def call_ended(self, ending: str, key: str) -> None:
+        """Counts a call once, when it is over."""
+        self._calls.inc(tags={"ending": ending, "key": key})

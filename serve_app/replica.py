@@ -88,6 +88,10 @@ class EngineReplica:
             num_tokens = sum(isinstance(delivery, TokenOutput) for delivery in told)
             self._metrics.request_ended(_ending(told), len(request.prompt_token_ids), num_tokens)
 
+    async def cancel_call(self, call_id: str, tenant: str | None) -> int:
+        """Cancels a call's requests, if a tenant is given only that tenant's; how many were here."""
+        return self._engine.cancel_call(call_id, tenant)
+
     async def stats(self) -> EngineStats:
         """Numbers of this moment."""
         return self._engine.stats()

@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "text": {"errors", "engine.request"},
     "models": {"errors", "cache"},
     "channel": {"errors", "engine.request"},
-    "ingress": {"errors", "config", "channel", "engine.request", "text", "models.facts", "models.checkpoint"},
+    "ingress": {"errors", "config", "channel", "engine.request", "text", "models.facts", "models.checkpoint", "metrics"},
     "loading": {"errors", "config", "engine", "models"},
     "local": {"errors", "config", "engine", "text", "models", "loading"},
     "metrics": {"engine"},

@@ -9,11 +9,12 @@ inbox, so no caller ever waits for the model.
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Self
@@ -27,6 +28,7 @@ from serve_app.engine.status import Status
 from serve_app.engine.stream import TokenStream, deliver
 from serve_app.errors import (
     ContextLengthError,
+    DeadlineError,
     EngineUnavailableError,
     GenerationError,
     OverloadedError,
@@ -36,6 +38,9 @@ from serve_app.errors import (
 )
 
 logger = logging.getLogger(__name__)
+
+MANY_ENDED = 1000
+"""Deadlines of ended requests that may lie about before they are swept away."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +107,14 @@ class BatchInferenceEngine:
             prefix_cache=prefix_cache,
         )
         self._max_waiting_tokens = max_waiting_tokens
-        self._inbox = threading.Condition()  # guards the next four and _num_waiting_tokens; never held while the model runs
+        self._inbox = threading.Condition()  # guards the next five and _num_waiting_tokens; never held while the model runs
         self._arrivals: deque[Sequence] = deque()
         self._departures: set[str] = set()
         self._streams: dict[str, TokenStream] = {}
+        self._calls: dict[str, UserRequest] = {}
         self._closed: ServeAppError | None = None
         self._sequences: dict[str, Sequence] = {}
+        self._deadlines: list[tuple[float, int, Sequence]] = []  # a heap; those that have ended since are passed by
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._num_waiting_tokens = 0
@@ -168,6 +175,7 @@ class BatchInferenceEngine:
                     self._arrivals.append(sequence)
                     self._num_waiting_tokens += sequence.num_tokens_at_most
                     self._streams[request.request_id] = stream
+                    self._calls[request.request_id] = request
                 else:
                     stream.put(RequestFailure(request.request_id, error))
                 streams.append(stream)
@@ -179,6 +187,18 @@ class BatchInferenceEngine:
         with self._inbox:
             self._departures.add(request_id)
             self._inbox.notify()
+
+    def cancel_call(self, call_id: str, tenant: str | None = None) -> int:
+        """Cancels all requests of a call, if a tenant is given only that tenant's. Returns how many there were."""
+        with self._inbox:
+            found = [
+                request_id
+                for request_id, request in self._calls.items()
+                if request.call_id == call_id and tenant in (None, request.tenant)
+            ]
+            self._departures.update(found)
+            self._inbox.notify()
+        return len(found)
 
     def configure(self, *, max_batch_size: int, batch_wait_timeout_s: float, max_waiting_tokens: int | None = None) -> None:
         """Changes what may change while rows run; nothing running is dropped."""
@@ -304,6 +324,7 @@ class BatchInferenceEngine:
             self._closed = self._closed or error
             failures = [(stream, RequestFailure(id_, error)) for id_, stream in self._streams.items()]
             self._streams.clear()
+            self._calls.clear()
         deliver(failures)
 
     def step(self) -> bool:
@@ -322,8 +343,26 @@ class BatchInferenceEngine:
         for sequence in arrivals:
             self._sequences[sequence.request.request_id] = sequence
             self._scheduler.add(sequence)
+            if sequence.expires_at is not None:
+                heapq.heappush(self._deadlines, (sequence.expires_at, sequence.arrival, sequence))
         leaving = [self._sequences[request_id] for request_id in departures if request_id in self._sequences]
-        return [self._fail(sequence, Status.CANCELLED, RequestCancelledError("Cancelled.")) for sequence in leaving]
+        endings: list[Delivery] = []
+        for sequence in leaving:
+            endings.append(self._fail(sequence, Status.CANCELLED, RequestCancelledError("Cancelled.")))
+        for sequence in self._expired(time.monotonic()):
+            late = DeadlineError("The call was not done in the time that it had.")
+            endings.append(self._fail(sequence, Status.CANCELLED, late))
+        return endings
+
+    def _expired(self, now: float) -> Iterator[Sequence]:
+        """Those whose deadline is over, each once."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, _, sequence = heapq.heappop(self._deadlines)
+            if not sequence.has_ended:
+                yield sequence
+        if len(self._deadlines) > 2 * len(self._sequences) + MANY_ENDED:
+            self._deadlines = [entry for entry in self._deadlines if not entry[2].has_ended]
+            heapq.heapify(self._deadlines)
 
     def _run(self, plan: StepPlan) -> list[Delivery]:
         started_at = time.monotonic()
@@ -395,6 +434,8 @@ class BatchInferenceEngine:
             for delivery in told:
                 ended = delivery.is_last
                 stream = self._streams.pop(delivery.request_id) if ended else self._streams[delivery.request_id]
+                if ended:
+                    del self._calls[delivery.request_id]
                 parcels.append((stream, delivery))
         for request_id in deliver(parcels):
             self.cancel(request_id)

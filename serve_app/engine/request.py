@@ -126,6 +126,10 @@ class UserRequest:
     """Whose request it is. Tenants share the engine by weight, whatever each of them asks for."""
     weight: float = 1.0
     """A tenant of weight 2 gets twice the tokens of one of weight 1 when both want more than there is. Above 0."""
+    call_id: str = ""
+    """The caller's name of the call that it is a part of; several requests, of several tenants, may have the same."""
+    timeout_s: float | None = None
+    """So long after its arrival in the engine it ends with `DeadlineError`, done or not; waiting, it is never computed."""
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import itertools
 import secrets
+import time
 from array import array
 
 from serve_app.engine.request import MAX_SEED, FinishReason, TokenLogprobs, UserRequest
-from serve_app.engine.status import Status, move
+from serve_app.engine.status import MOVES, Status, move
 
 _arrivals = itertools.count()
 
@@ -21,6 +22,7 @@ class Sequence:
         num_computed_tokens: the first so many of `token_ids` have keys and values in the cache.
         block_ids: the cache blocks, in order; block i holds tokens [i * block_size, (i + 1) * block_size).
         num_cached_tokens: how many of them were found in the prefix cache when the sequence was last admitted.
+        expires_at: when its deadline is, on the monotonic clock; None without one.
         end_token_ids: the ids that end this request.
         num_charged_tokens: of `token_ids`, those that count as given to the tenant.
         is_queued: no step has computed anything for it yet.
@@ -30,6 +32,7 @@ class Sequence:
     def __init__(self, request: UserRequest, model_end_token_ids: frozenset[int]) -> None:
         self.request = request
         self.arrival = next(_arrivals)
+        self.expires_at = None if request.timeout_s is None else time.monotonic() + request.timeout_s
         self.status = Status.WAITING
         self.token_ids = array("q", request.prompt_token_ids)
         self.num_prompt_tokens = len(request.prompt_token_ids)
@@ -52,6 +55,10 @@ class Sequence:
             f"<Sequence {self.request.request_id} {self.status} {self.num_computed_tokens}/{self.num_tokens} computed, "
             f"{self.num_output_tokens} drawn, {len(self.block_ids)} blocks>"
         )
+
+    @property
+    def has_ended(self) -> bool:
+        return not MOVES[self.status]
 
     @property
     def num_tokens(self) -> int:

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from serve_app.config import ApiKey, IngressLimits
 from serve_app.errors import AuthenticationError, OverloadedError
 from serve_app.ingress.answers import error_answer
+from serve_app.ingress.call_log import CallRecord
 
 LIVENESS = "/health"
 """The one route that asks nobody for a key: it says that the process answers, and nothing else."""
@@ -37,7 +38,7 @@ def digest_of(key: str) -> str:
 
 def caller_of(request: Request) -> ApiKey | None:
     """Whose key a request was let in with; None where the server wants no keys."""
-    caller: ApiKey | None = request.scope.get("state", {}).get("caller")
+    caller: ApiKey | None = request.scope["state"].get("caller")
     return caller
 
 
@@ -61,15 +62,19 @@ class KeyGate:
             await self._app(scope, receive, send)
             return
         caller = _find(keys, Headers(scope=scope).get("authorization", ""))
+        record: CallRecord = scope["state"]["record"]
         if caller is None:
             error = AuthenticationError("A valid API key is required, as the header 'Authorization: Bearer KEY'.")
+            record.fail(error)
             await error_answer(error, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
             return
+        record.key = caller.name
         if caller.max_calls is not None and self._ongoing[caller.name] >= caller.max_calls:
             busy = OverloadedError(f"This key has {caller.max_calls} calls running, as many as it may.")
+            record.fail(busy)
             await error_answer(busy)(scope, receive, send)
             return
-        scope.setdefault("state", {})["caller"] = caller
+        scope["state"]["caller"] = caller
         self._ongoing[caller.name] += 1
         try:
             await self._app(scope, receive, send)

@@ -23,6 +23,7 @@ from serve_app.errors import (
     ServeAppError,
     UnknownRouteError,
 )
+from serve_app.ingress.call_log import record_of
 
 logger = logging.getLogger(__name__)
 
@@ -48,25 +49,31 @@ def error_answer(error: ServeAppError, headers: dict[str, str] | None = None) ->
     return JSONResponse(error_body(error), error.status, headers)
 
 
-async def on_serve_app_error(_: Request, error: Exception) -> Response:
+def _refuse(request: Request, error: ServeAppError, headers: dict[str, str] | None = None) -> JSONResponse:
+    record_of(request).fail(error)
+    return error_answer(error, headers)
+
+
+async def on_serve_app_error(request: Request, error: Exception) -> Response:
     """Exception handler for the project's own errors."""
     assert isinstance(error, ServeAppError)
-    return error_answer(error)
+    return _refuse(request, error)
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
     """Exception handler for the router's: unknown paths, wrong methods."""
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        return error_answer(UnknownRouteError(f"There is no {request.url.path} here."))
+        return _refuse(request, UnknownRouteError(f"There is no {request.url.path} here."))
     if error.status_code == 405:
         known = MethodNotAllowedError(f"{request.url.path} does not take {request.method}.")
-        return error_answer(known, dict(error.headers or {}))
-    return error_answer(RequestError(error.detail))
+        return _refuse(request, known, dict(error.headers or {}))
+    return _refuse(request, RequestError(error.detail))
 
 
-async def on_bug(_: Request, error: Exception) -> Response:
+async def on_bug(request: Request, error: Exception) -> Response:
     """Exception handler for everything else: the log has the trace, the caller learns nothing of it."""
+    record_of(request).fail(error)
     return error_answer(GenerationError("Internal server error."))
 
 

@@ -9,8 +9,10 @@ from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
 from serve_app.config import IngressLimits, ModelConfig, parse_section
+from serve_app.ingress.call_log import CallRecord, open_log, write
 from serve_app.ingress.engine_client import ServeEngineClient
 from serve_app.ingress.routes import Api
+from serve_app.metrics import IngressMetrics
 from serve_app.models.checkpoint import find_checkpoint
 from serve_app.models.facts import read_facts
 from serve_app.text.tokenizer import Tokenizer
@@ -21,6 +23,8 @@ class IngressReplica:
     """One ingress replica. Holds the tokenizer, never the weights."""
 
     def __init__(self, engine: DeploymentHandle[Any], model: ModelConfig) -> None:
+        open_log()
+        self._metrics = IngressMetrics()
         checkpoint = find_checkpoint(model.source, model.revision)
         self._api = Api(
             model_name=model.name or checkpoint.name,
@@ -28,8 +32,13 @@ class IngressReplica:
             facts=read_facts(checkpoint, model.max_model_len),
             client=ServeEngineClient(engine, lambda: self._api.limits.step_channel),
             limits=IngressLimits(),
+            report=self._report,
             reasoning_tags=None if model.reasoning_tags is None else (model.reasoning_tags[0], model.reasoning_tags[1]),
         )
+
+    def _report(self, record: CallRecord) -> None:
+        self._metrics.call_ended(record.ending or "", record.key or "")
+        write(record)
 
     def __serve_build_asgi_app__(self) -> Starlette:
         return self._api.asgi()

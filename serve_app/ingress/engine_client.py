@@ -31,6 +31,9 @@ class EngineClient(Protocol):
             EngineUnavailableError, OverloadedError: the engine could not take the request, or is gone.
         """
 
+    async def cancel_call(self, call_id: str, tenant: str | None) -> int:
+        """Cancels the requests of a call on all replicas, if a tenant is given only that tenant's. Returns how many ran."""
+
     async def check_ready(self) -> None:
         """Raises `EngineUnavailableError` when no replica can serve."""
 
@@ -44,6 +47,7 @@ class ServeEngineClient:
     """
 
     def __init__(self, handle: DeploymentHandle[Any], uses_channel: Callable[[], bool] = lambda: True) -> None:
+        self._handle = handle
         self._generate = handle.options(method_name="generate", stream=True, _by_reference=False)
         self._ready = handle.options(method_name="ready", _by_reference=False)
         self._uses_channel = uses_channel
@@ -67,6 +71,12 @@ class ServeEngineClient:
             if not inbox.has_ended:  # else the final word is on its way
                 call.cancel()
                 response.cancel()
+
+    async def cancel_call(self, call_id: str, tenant: str | None) -> int:
+        """See `EngineClient.cancel_call`. A replica that is gone has nothing to cancel."""
+        response = self._handle.broadcast("cancel_call", call_id, tenant)
+        counts = await response.results_async(timeout_s=READY_TIMEOUT_S, return_exceptions=True)
+        return sum(count for count in counts if isinstance(count, int))
 
     async def check_ready(self) -> None:
         """See `EngineClient.check_ready`."""

@@ -12,6 +12,7 @@ from typing import Self
 from serve_app.config import ApiKey
 from serve_app.engine.request import FinishReason, RequestFailure, TokenLogprobs, TokenOutput, UserRequest
 from serve_app.errors import ContextLengthError, DeadlineError, GenerationError
+from serve_app.ingress.call_log import CallRecord
 from serve_app.ingress.engine_client import EngineClient
 from serve_app.ingress.prompts import Prompt
 from serve_app.ingress.schema.generation import GenerationRequest
@@ -19,6 +20,9 @@ from serve_app.models.facts import ModelFacts
 from serve_app.text.assembler import TextAssembler, TextDelta, TokenPiece
 from serve_app.text.reasoning import ReasoningSplitter
 from serve_app.text.tokenizer import Tokenizer
+
+LATE_S = 1.0
+"""How much longer than a deadline the engine may take to say that it is over: the length of a step, and the way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,17 @@ class Deadline:
     def after(cls, timeout_s: float) -> Self:
         """A deadline that begins now."""
         return cls(timeout_s, asyncio.get_running_loop().time() + timeout_s)
+
+    def left_s(self) -> float:
+        """Seconds until then. Raises `DeadlineError` when it is over."""
+        left_s = self.at - asyncio.get_running_loop().time()
+        if left_s <= 0:
+            raise self.error()
+        return left_s
+
+    def error(self) -> DeadlineError:
+        """What is said to the caller when it is over."""
+        return DeadlineError(f"The call was not done within {self.timeout_s:g} s.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +113,9 @@ class Generation:
         client: the engine.
         tokenizer: turns tokens into text.
         facts: the model's context and recommended sampling.
-        request_id: the caller's name of the call, for the log.
+        request_id: the caller's name of the call, for the log and to cancel it by.
         caller: whose key it came with: the tenant. Without keys `user` says who it is.
+        record: what becomes of it.
         reasoning_tags: what opens and closes the model's reasoning, when that is to be split off.
         deadline: when its work ends, done or not.
 
@@ -118,6 +134,7 @@ class Generation:
         *,
         request_id: str,
         caller: ApiKey | None = None,
+        record: CallRecord,
         reasoning_tags: tuple[str, str] | None = None,
         deadline: Deadline | None = None,
     ) -> None:
@@ -126,8 +143,10 @@ class Generation:
         self._tokenizer = tokenizer
         self._reasoning_tags = reasoning_tags
         self._deadline = deadline
+        self._record = record
         self.usage = Usage(sum(len(prompt.token_ids) for prompt in prompts))
         self.num_choices = len(prompts) * request.n
+        record.prompt_tokens = self.usage.prompt_tokens
         call_id = f"{request_id}.{uuid.uuid4().hex[:12]}"  # a caller may use his id twice
         self._choices: list[tuple[Prompt, UserRequest]] = []
         for prompt in prompts:
@@ -141,6 +160,8 @@ class Generation:
                     priority=request.priority,
                     tenant=(request.user or "") if caller is None else caller.name,
                     weight=1.0 if caller is None else caller.weight,
+                    call_id=request_id,
+                    timeout_s=None if deadline is None else deadline.left_s(),
                 )
                 self._choices.append((prompt, user_request))
 
@@ -152,10 +173,19 @@ class Generation:
         """
         streams = [self._one(index, prompt, request) for index, (prompt, request) in enumerate(self._choices)]
         merged = streams[0] if len(streams) == 1 else _merge(streams)
-        async with aclosing(merged if self._deadline is None else _until(self._deadline, merged)) as deltas:
-            async for choice_delta in deltas:
-                self.usage.completion_tokens += choice_delta.delta.num_tokens
-                yield choice_delta
+        reasons: set[FinishReason] = set()
+        try:
+            async with aclosing(merged if self._deadline is None else _until(self._deadline, merged)) as deltas:
+                async for choice_delta in deltas:
+                    self.usage.completion_tokens += choice_delta.delta.num_tokens
+                    self._record.token_came(choice_delta.delta.num_tokens)
+                    if choice_delta.delta.finish_reason is not None:
+                        reasons.add(choice_delta.delta.finish_reason)
+                    yield choice_delta
+        except BaseException as error:  # also when the reader leaves
+            self._record.fail(error)
+            raise
+        self._record.finish(reasons)
 
     async def whole(self) -> list[Choice]:
         """All choices, complete."""
@@ -240,16 +270,17 @@ def _token_limit(request: GenerationRequest, num_prompt_tokens: int, max_model_l
 
 
 async def _until(deadline: Deadline, items: AsyncGenerator[ChoiceDelta, None]) -> AsyncGenerator[ChoiceDelta, None]:
-    """Items that come in time. Closing it closes the source."""
+    """Items that come in time. The engine keeps the deadline; this is for what does not reach it. Closing it closes the
+    source."""
     async with aclosing(items):
         while True:
             try:
-                async with asyncio.timeout_at(deadline.at):
+                async with asyncio.timeout_at(deadline.at + LATE_S):
                     item = await anext(items)
             except StopAsyncIteration:
                 return
-            except TimeoutError:
-                raise DeadlineError(f"The call was not done within {deadline.timeout_s:g} s.") from None
+            except (TimeoutError, DeadlineError):
+                raise deadline.error() from None
             yield item
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from serve_app.config import IngressLimits
-from serve_app.errors import RequestError, ServeAppError, UnknownModelError
+from serve_app.errors import RequestError, ServeAppError, UnknownModelError, UnknownRouteError
 from serve_app.ingress.access import LIVENESS, Cors, KeyGate, caller_of
 from serve_app.ingress.answers import (
     EventStream,
@@ -30,6 +30,7 @@ from serve_app.ingress.answers import (
     until_disconnect,
 )
 from serve_app.ingress.body import read_json
+from serve_app.ingress.call_log import CallLog, CallRecord, record_of, write
 from serve_app.ingress.engine_client import EngineClient
 from serve_app.ingress.generation import ChoiceDelta, Deadline, Generation
 from serve_app.ingress.openapi import describe, page
@@ -63,6 +64,7 @@ class Api:
         client: the engine.
         limits: what a request may be; may be replaced while serving.
         reasoning_tags: what opens and closes the model's reasoning, when chat is to split it off.
+        report: is told of every call that is over.
     """
 
     def __init__(
@@ -74,7 +76,9 @@ class Api:
         client: EngineClient,
         limits: IngressLimits,
         reasoning_tags: tuple[str, str] | None = None,
+        report: Callable[[CallRecord], None] = write,
     ) -> None:
+        self._report = report
         self.limits = limits
         self._model_name = model_name
         self._tokenizer = tokenizer
@@ -88,7 +92,11 @@ class Api:
         """The ASGI application."""
         return Starlette(
             routes=self.routes(),
-            middleware=[Middleware(Cors, lambda: self.limits), Middleware(KeyGate, lambda: self.limits)],
+            middleware=[
+                Middleware(CallLog, self._report),
+                Middleware(Cors, lambda: self.limits),
+                Middleware(KeyGate, lambda: self.limits),
+            ],
             exception_handlers={
                 ServeAppError: on_serve_app_error,
                 HTTPException: on_http_exception,
@@ -111,6 +119,7 @@ class Api:
             Route("/v1/responses", self.responses, methods=["POST"]),
             Route("/v1/responses/{response_id:path}", self.stored_response, methods=["GET", "POST", "DELETE"]),
             Route("/v1/embeddings", self.embeddings, methods=["POST"]),
+            Route("/v1/cancel/{request_id}", self.cancel, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
         ]
@@ -150,28 +159,33 @@ class Api:
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions"""
+        deadline = self._deadline(request)
         call = await self._parse(request, ChatRequest)
         request_id = _request_id(request, call.request_id)
         renderer = ChatRenderer(call, self._model_name, request_id, self._tokenizer.token_bytes)
         prompts = await self._prompter.chat(call)
-        return await self._answer(request, call, prompts, renderer, request_id, reasoning_tags=self._reasoning_tags)
+        return await self._answer(
+            request, call, prompts, renderer, request_id, deadline, reasoning_tags=self._reasoning_tags
+        )
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions"""
+        deadline = self._deadline(request)
         call = await self._parse(request, CompletionRequest)
         request_id = _request_id(request, call.request_id)
         renderer = CompletionRenderer(call, self._model_name, request_id, self._tokenizer.token_bytes)
-        return await self._answer(request, call, await self._prompter.completion(call), renderer, request_id)
+        return await self._answer(request, call, await self._prompter.completion(call), renderer, request_id, deadline)
 
     async def responses(self, request: Request) -> Response:
         """POST /v1/responses"""
+        deadline = self._deadline(request)
         call = await self._parse(request, ResponsesRequest)
         request_id = _request_id(request, None)
         renderer = ResponseRenderer(call, self._model_name, request_id)
         chat = call.as_chat()
         try:
             prompts = await self._prompter.chat(chat)
-            return await self._answer(request, chat, prompts, renderer, request_id, stream_kind=NamedEventStream)
+            return await self._answer(request, chat, prompts, renderer, request_id, deadline, stream_kind=NamedEventStream)
         except RequestError as error:
             error.param = call.CHAT_FIELDS.get(error.param or "", error.param)
             raise
@@ -179,6 +193,19 @@ class Api:
     async def stored_response(self, _: Request) -> Response:
         """GET, DELETE and cancel of a response. Raises `RequestError`."""
         raise RequestError("Responses are not stored here: they can be neither retrieved, deleted nor cancelled by id.")
+
+    async def cancel(self, request: Request) -> Response:
+        """POST /v1/cancel/{request_id}: ends a call, wherever it is, by its `request_id` or its answer's `id`.
+
+        With API keys one's own only. Raises `UnknownRouteError` when no such call is running.
+        """
+        name: str = request.path_params["request_id"]
+        caller = caller_of(request)
+        for call_id in dict.fromkeys((name, re.sub("^(chatcmpl-|cmpl-|resp_)", "", name))):
+            num_cancelled = await self._client.cancel_call(call_id, None if caller is None else caller.name)
+            if num_cancelled:
+                return JSONResponse({"id": name, "object": "cancellation", "cancelled": num_cancelled})
+        raise UnknownRouteError(f"No call {name!r} is running.")
 
     async def embeddings(self, _: Request) -> Response:
         """POST /v1/embeddings. Raises `RequestError`."""
@@ -219,10 +246,15 @@ class Api:
         prompts: list[Prompt],
         renderer: Renderer,
         request_id: str,
+        deadline: Deadline | None,
         *,
         reasoning_tags: tuple[str, str] | None = None,
         stream_kind: type[EventStream] = EventStream,
     ) -> Response:
+        record = record_of(request)
+        record.request_id, record.model, record.stream = request_id, self._model_name, call.stream
+        if self.limits.log_prompts:
+            record.prompt = "\n".join(prompt.text for prompt in prompts)
         generation = Generation(
             call,
             prompts,
@@ -231,8 +263,9 @@ class Api:
             self._facts,
             request_id=request_id,
             caller=caller_of(request),
+            record=record,
             reasoning_tags=reasoning_tags,
-            deadline=self._deadline(request),
+            deadline=deadline,
         )
         # Serve gives every request that header, and echoes it; without Serve it is ours to echo
         headers = {} if REQUEST_ID_HEADER in request.headers else {REQUEST_ID_HEADER: request_id}

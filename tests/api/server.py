@@ -20,6 +20,7 @@ from serve_app.config import IngressLimits
 from serve_app.engine.engine import BatchInferenceEngine
 from serve_app.engine.request import Delivery, RequestFailure, UserRequest
 from serve_app.errors import ServeAppError
+from serve_app.ingress.call_log import CallRecord
 from serve_app.ingress.routes import Api
 from serve_app.models.facts import ModelFacts
 from serve_app.text.tokenizer import Tokenizer
@@ -45,6 +46,9 @@ class LocalEngineClient:
             yield [RequestFailure(request.request_id, error)]
         finally:
             stream.close()
+
+    async def cancel_call(self, call_id: str, tenant: str | None) -> int:
+        return self.engine.cancel_call(call_id, tenant)
 
     async def check_ready(self) -> None:
         self.engine.check_health(60)
@@ -72,8 +76,10 @@ class Answer:
 class Server:
     """A running API: its engine, its runner, and clients for it."""
 
-    def __init__(self, url: str, engine: BatchInferenceEngine, client: LocalEngineClient, api: Api) -> None:
-        self.url, self.engine, self.client, self.api = url, engine, client, api
+    def __init__(
+        self, url: str, engine: BatchInferenceEngine, client: LocalEngineClient, api: Api, records: list[CallRecord]
+    ) -> None:
+        self.url, self.engine, self.client, self.api, self.records = url, engine, client, api, records
         self.runner: Any = engine.runner
         self.http = httpx.Client(base_url=url, timeout=30, trust_env=False)
         self.openai = openai.OpenAI(
@@ -164,6 +170,7 @@ def serving(
     """Runs the API over `runner` until the block ends; then nothing may be left over."""
     engine = BatchInferenceEngine(runner, **engine_options)
     client = LocalEngineClient(engine)
+    records: list[CallRecord] = []
     api = Api(
         model_name=MODEL,
         tokenizer=tokenizer or text_tokenizer(),
@@ -171,6 +178,7 @@ def serving(
         client=client,
         limits=limits or IngressLimits(),
         reasoning_tags=reasoning_tags,
+        report=records.append,
     )
     listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # asyncio does so for the sockets that it makes itself
@@ -181,7 +189,7 @@ def serving(
     thread.start()
     while not server.started:
         time.sleep(0.005)
-    running = Server(f"http://127.0.0.1:{listener.getsockname()[1]}", engine, client, api)
+    running = Server(f"http://127.0.0.1:{listener.getsockname()[1]}", engine, client, api, records)
     try:
         yield running
     finally:
