@@ -134,6 +134,7 @@ class RequestCancelledError(ServeAppError):
 
     status = 499
     type = "cancelled"
+    code = "cancelled"
 
 
 class DeadlineError(ServeAppError):

@@ -265,7 +265,8 @@ class BatchInferenceEngine:
                 f"{num_new} more.",
                 "max_tokens" if num_prompt < longest else "prompt",
             )
-        unknown = next((t for t in request.prompt_token_ids if not 0 <= t < self._runner.vocab_size), None)
+        given = (*request.prompt_token_ids, *request.output_token_ids)
+        unknown = next((t for t in given if not 0 <= t < self._runner.vocab_size), None)
         if unknown is not None:
             return RequestError(f"Token id {unknown} is not in the vocabulary.", "prompt")
         biased = next((t for t, _ in request.sampling.logit_bias if not 0 <= t < self._runner.vocab_size), None)

@@ -110,7 +110,7 @@ class UserRequest:
     """One prompt to be continued.
 
     Raises:
-        RequestError: the prompt is empty.
+        RequestError: the prompt is empty, or `output_token_ids` leaves nothing to draw.
     """
 
     request_id: str
@@ -126,6 +126,8 @@ class UserRequest:
     """Whose request it is. Tenants share the engine by weight, whatever each of them asks for."""
     weight: float = 1.0
     """A tenant of weight 2 gets twice the tokens of one of weight 1 when both want more than there is. Above 0."""
+    output_token_ids: tuple[int, ...] = ()
+    """Tokens that were drawn for it before, by another engine: it goes on behind them. `max_tokens` counts them too."""
     call_id: str = ""
     """The caller's name of the call that it is a part of; several requests, of several tenants, may have the same."""
     timeout_s: float | None = None
@@ -134,6 +136,8 @@ class UserRequest:
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
             raise RequestError("The prompt is empty: it must have at least one token.", "prompt")
+        if len(self.output_token_ids) >= self.sampling.max_tokens:
+            raise RequestError("All tokens that were asked for are drawn already.", "output_token_ids")
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ class Sequence:
         self.arrival = next(_arrivals)
         self.expires_at = None if request.timeout_s is None else time.monotonic() + request.timeout_s
         self.status = Status.WAITING
-        self.token_ids = array("q", request.prompt_token_ids)
+        self.token_ids = array("q", request.prompt_token_ids + request.output_token_ids)
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0

@@ -10,6 +10,7 @@ from starlette.applications import Starlette
 
 from serve_app.config import IngressLimits, ModelConfig, parse_section
 from serve_app.ingress.call_log import CallRecord, open_log, write
+from serve_app.ingress.continuation import ContinuingClient
 from serve_app.ingress.engine_client import ServeEngineClient
 from serve_app.ingress.routes import Api
 from serve_app.metrics import IngressMetrics
@@ -30,7 +31,7 @@ class IngressReplica:
             model_name=model.name or checkpoint.name,
             tokenizer=Tokenizer.load(checkpoint.path, checkpoint.revision),
             facts=read_facts(checkpoint, model.max_model_len),
-            client=ServeEngineClient(engine, lambda: self._api.limits.step_channel),
+            client=ContinuingClient(ServeEngineClient(engine, lambda: self._api.limits.step_channel)),
             limits=IngressLimits(),
             report=self._report,
             reasoning_tags=None if model.reasoning_tags is None else (model.reasoning_tags[0], model.reasoning_tags[1]),

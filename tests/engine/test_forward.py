@@ -1,12 +1,16 @@
 """The short way through a model: taken where it gives the same bits, and only there."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from serve_app.engine.engine import BatchInferenceEngine
 from serve_app.engine.forward import ShortWay, WholeModel
 from serve_app.engine.model_runner import ModelRunner
 from serve_app.engine.native.kernels import load_kernels
+from serve_app.engine.request import SamplingParams, UserRequest
 from tests.families import FAMILIES, tiny_model
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="no C++ compiler")
@@ -49,3 +53,25 @@ def test_models_that_have_more_parts_do_not():
 
 def test_layers_that_are_not_one_call_do_not():
     assert isinstance(way_of(tiny_model(FAMILIES["gemma2"]())), WholeModel)
+
+
+def test_engines_of_one_process_do_not_disturb_each_other():
+    def new_engine():
+        runner = ModelRunner(tiny_model(FAMILIES["llama"]()), end_token_ids=frozenset(), max_model_len=128)
+        return BatchInferenceEngine(runner)
+
+    def tokens_of(engine, name):
+        params = SamplingParams(max_tokens=40, temperature=0)
+        return [output.token for output in engine.add_to_queue([UserRequest(name, (5, 6, 7, 8), params)])[0]]
+
+    engines = [new_engine(), new_engine()]
+    for engine in engines:
+        engine.start()
+    try:
+        alone = tokens_of(engines[0], "alone")
+        with ThreadPoolExecutor(2) as pool:
+            for index in range(30):
+                assert list(pool.map(tokens_of, engines, [str(index)] * 2)) == [alone, alone]
+    finally:
+        for engine in engines:
+            engine.shutdown()

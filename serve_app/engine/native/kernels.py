@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Sequence
 from enum import IntEnum
 from pathlib import Path
@@ -125,7 +126,7 @@ class Kernels:
         self._layers = _declare(library, "decoder_layers", layer, attention, _long, _pointer, _pointer, _pointer, _pointer)
         self._layer_room = _declare(library, "decoder_layer_room", layer, attention)
         self._layer_room.restype = _long
-        self._room = torch.empty(0)
+        self._rooms = threading.local()  # the library is one for all engines of a process, and each computes in its thread
 
     def supports(self, arithmetic: Arithmetic) -> bool:
         """Whether this processor has the instructions."""
@@ -214,8 +215,8 @@ class Kernels:
     ) -> torch.Tensor:
         """Runs decoder layers of one shape on `hidden` [T, dim], in place; cos and sin [T, rotary]. All contiguous."""
         room = self._layer_room(layers, attentions)
-        if self._room.numel() < room:
-            self._room = torch.empty(room)
+        if getattr(self._rooms, "size", 0) < room:
+            self._rooms.tensor, self._rooms.size = torch.empty(room), room
         self._layers(
             layers,
             attentions,
@@ -223,7 +224,7 @@ class Kernels:
             hidden.data_ptr(),
             cos.data_ptr(),
             sin.data_ptr(),
-            self._room.data_ptr(),
+            self._rooms.tensor.data_ptr(),
         )
         return hidden
 
