@@ -108,8 +108,11 @@ def deployed(tiny_folder) -> Iterator[Deployed]:
         "model": {"source": str(tiny_folder), "dtype": "float32"},
         "engine": {"num_threads": 1, "max_batched_tokens": 128, "kv_cache_tokens": 131072, "native_kernels": False},
     }
-    # a backlog of long streams must not add a replica in the middle of a test
-    deployment_of({"applications": [tiny]}, "Engine")["autoscaling_config"]["upscale_delay_s"] = 3600
+    # a backlog of long streams must not add a replica in the middle of a test, and one that a test adds goes with it
+    deployment_of({"applications": [tiny]}, "Engine")["autoscaling_config"] |= {
+        "upscale_delay_s": 3600,
+        "downscale_delay_s": 1,
+    }
     config["applications"] = [builtin, tiny]
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

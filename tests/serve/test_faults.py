@@ -1,0 +1,130 @@
+"""Faults on real Ray: processes are killed under running streams."""
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import httpx
+import psutil
+import pytest
+from ray import serve
+
+from tests.api.server import ask
+from tests.serve.conftest import TINY, deployment_of
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own, while it runs in this process
+
+
+def replicas(deployment):
+    """The tiny application's replica processes; all of them are ours, below this one."""
+    title = f"ServeReplica:{TINY}:{deployment}"
+    return [child for child in psutil.Process().children(recursive=True) if title in " ".join(child.cmdline())]
+
+
+def wait_for_replicas(deployed, deployment, count, timeout_s=120):
+    deadline = time.monotonic() + timeout_s
+    while serve.status().applications[TINY].deployments[deployment].replica_states != {"RUNNING": count}:
+        assert time.monotonic() < deadline, serve.status()
+        time.sleep(0.2)
+
+
+@contextmanager
+def two_engine_replicas(deployed):
+    deployed.deploy(lambda config: deployment_of(config, "Engine")["autoscaling_config"].update(min_replicas=2))
+    try:
+        wait_for_replicas(deployed, "Engine", 2)
+        yield
+    finally:
+        deployed.deploy()
+        wait_for_replicas(deployed, "Engine", 1)
+
+
+def call(deployed, index, max_tokens, begun=None, **fields):
+    """One of several different calls: greedy and seeded ones, with penalties and without."""
+    body = {
+        "prompt": f"call {index} " + "x" * (index * 5 % 40),
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+    }
+    if index % 2:
+        body |= {"temperature": 0.9, "seed": index, "presence_penalty": 0.5 * (index % 3)}
+    if fields.get("stream"):
+        body["stream_options"] = {"include_usage": True}
+    return ask(deployed.http, f"/{TINY}/v1/completions", body | fields, begun)
+
+
+def survive(deployed, kill, count=8, max_tokens=1200):
+    """Calls, some streamed, that are running when `kill` is called; all must end as if it had not been."""
+    expected = [call(deployed, index, max_tokens).text for index in range(count)]
+    begun = [threading.Event() for _ in range(count)]
+    with ThreadPoolExecutor(count) as pool:
+        calls = [
+            pool.submit(call, deployed, index, max_tokens, begun[index], stream=index % 4 != 3) for index in range(count)
+        ]
+        assert all(event.wait(60) for index, event in enumerate(begun) if index % 4 != 3)
+        kill()
+        answers = [running.result() for running in calls]
+    for answer, text in zip(answers, expected, strict=True):
+        assert (answer.status, answer.text) == (200, text)
+        assert answer.usage["completion_tokens"] == max_tokens
+        assert answer.finish_reason == "length"
+        assert len({event["id"] for event in answer.events}) <= 1
+
+
+def test_streams_survive_the_death_of_the_only_replica(deployed):
+    wait_for_replicas(deployed, "Engine", 1)
+    [process] = replicas("Engine")
+    survive(deployed, process.kill)
+    deployed.wait_until_idle()
+
+
+def test_streams_survive_the_death_of_their_replica(deployed):
+    with two_engine_replicas(deployed):
+        before = {process.pid for process in replicas("Engine")}
+        assert len(before) == 2
+        survive(deployed, lambda: os.kill(min(before), signal.SIGKILL))
+        wait_for_replicas(deployed, "Engine", 2)
+        assert min(before) not in {process.pid for process in replicas("Engine")}
+
+
+def test_the_death_of_the_ingress_ends_its_calls_and_leaves_nothing_behind(deployed):
+    """Its connections break, which every client sees; the engine drops their work, and a new ingress takes over."""
+    [process] = replicas("Ingress")
+    begun = [threading.Event() for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        calls = [pool.submit(call, deployed, index, 3500, begun[index], stream=True) for index in range(4)]
+        assert all(event.wait(60) for event in begun)
+        process.kill()
+        for running in calls:
+            with pytest.raises((httpx.HTTPError, AssertionError)):  # broken off, or without its last event
+                running.result(timeout=60)
+    deployed.wait_until_idle(30)
+    deadline = time.monotonic() + 60
+    while True:
+        answer = deployed.http.post(f"/{TINY}/v1/completions", json={"prompt": "x", "max_tokens": 2})
+        if answer.status_code == 200:
+            break
+        assert answer.status_code in (404, 502, 503), answer.text  # from the proxy, while nobody is there
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+
+
+def test_a_call_is_cancelled_by_its_id_on_whichever_replica_it_runs(deployed):
+    with two_engine_replicas(deployed):
+        begun = [threading.Event() for _ in range(6)]
+        with ThreadPoolExecutor(6) as pool:
+            calls = [
+                pool.submit(call, deployed, index, 3500, begun[index], stream=True, request_id=f"c{index}")
+                for index in range(6)
+            ]
+            assert all(event.wait(60) for event in begun)
+            for index in range(6):
+                answer = deployed.http.post(f"/{TINY}/v1/cancel/c{index}")
+                assert answer.json() == {"id": f"c{index}", "object": "cancellation", "cancelled": 1}
+            for running in calls:
+                assert running.result(timeout=30).events[-1]["error"]["code"] == "cancelled"
+        assert deployed.http.post(f"/{TINY}/v1/cancel/c0").status_code == 404
