@@ -16,7 +16,7 @@ from ray import serve
 from serve_app.channel import Portion, StepSender, StepSenders
 from serve_app.config import EngineConfig, EngineLimits, ModelConfig, parse_section
 from serve_app.engine.engine import EngineStats
-from serve_app.engine.request import Delivery, RequestFailure, TokenOutput, UserRequest
+from serve_app.engine.request import Delivery, EngineLoad, RequestFailure, TokenOutput, UserRequest
 from serve_app.engine.stream import TokenStream
 from serve_app.errors import ServeAppError
 from serve_app.loading import load_engine
@@ -91,6 +91,10 @@ class EngineReplica:
     async def cancel_call(self, call_id: str, tenant: str | None) -> int:
         """Cancels a call's requests, if a tenant is given only that tenant's; how many were here."""
         return self._engine.cancel_call(call_id, tenant)
+
+    async def load(self) -> EngineLoad:
+        """What waits here, for the admission of the ingress replicas."""
+        return self._engine.load()
 
     async def stats(self) -> EngineStats:
         """Numbers of this moment."""

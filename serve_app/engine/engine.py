@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from serve_app.engine.kv_cache import BlockLedger
-from serve_app.engine.request import Delivery, RequestFailure, TokenOutput, UserRequest
+from serve_app.engine.request import Delivery, EngineLoad, RequestFailure, TokenOutput, UserRequest
 from serve_app.engine.runner import Draw, Runner, StepResult
 from serve_app.engine.scheduler import PlannedRow, Scheduler, StepPlan
 from serve_app.engine.sequence import Sequence
@@ -230,6 +230,10 @@ class BatchInferenceEngine:
             max_batch_size=scheduler.max_batch_size,
             tokens_per_s=self._tokens_per_s,
         )
+
+    def load(self) -> EngineLoad:
+        """What waits, and how much may."""
+        return EngineLoad(self._num_waiting_tokens, self._max_waiting_tokens, self._tokens_per_s)
 
     @property
     def num_unfinished(self) -> int:

@@ -141,6 +141,21 @@ class UserRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """What waits at an engine.
+
+    Attributes:
+        num_waiting_tokens: prompts and requested tokens of all requests that have not started.
+        max_waiting_tokens: how many may; None sets no limit.
+        tokens_per_s: the measured speed of its steps; 0 before the first.
+    """
+
+    num_waiting_tokens: int
+    max_waiting_tokens: int | None
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """Natural-log probabilities at one position, of the model's own distribution (before temperature and filters)."""
 

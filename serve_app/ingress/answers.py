@@ -38,7 +38,10 @@ class SupportsAclose(Protocol):
 
 def error_body(error: ServeAppError) -> dict[str, Any]:
     """The one error shape."""
-    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
+    body: dict[str, Any] = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
+    if isinstance(error, OverloadedError):
+        body["retry_after_s"] = error.retry_after_s
+    return {"error": body}
 
 
 def error_answer(error: ServeAppError, headers: dict[str, str] | None = None) -> JSONResponse:

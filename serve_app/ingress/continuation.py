@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 
-from serve_app.engine.request import MAX_SEED, Delivery, RequestFailure, TokenOutput, UserRequest
+from serve_app.engine.request import MAX_SEED, Delivery, EngineLoad, RequestFailure, TokenOutput, UserRequest
 from serve_app.errors import DeadlineError, EngineUnavailableError
 from serve_app.ingress.engine_client import EngineClient
 
@@ -65,6 +65,10 @@ class ContinuingClient:
     async def cancel_call(self, call_id: str, tenant: str | None) -> int:
         """See `EngineClient.cancel_call`."""
         return await self._client.cancel_call(call_id, tenant)
+
+    async def loads(self) -> list[EngineLoad]:
+        """See `EngineClient.loads`."""
+        return await self._client.loads()
 
     async def check_ready(self) -> None:
         """See `EngineClient.check_ready`."""

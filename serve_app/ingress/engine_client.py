@@ -13,7 +13,7 @@ from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from serve_app.channel import Inbox, StepReceiver
-from serve_app.engine.request import Delivery, UserRequest
+from serve_app.engine.request import Delivery, EngineLoad, UserRequest
 from serve_app.errors import EngineUnavailableError, OverloadedError, ServeAppError
 
 logger = logging.getLogger(__name__)
@@ -33,6 +33,9 @@ class EngineClient(Protocol):
 
     async def cancel_call(self, call_id: str, tenant: str | None) -> int:
         """Cancels the requests of a call on all replicas, if a tenant is given only that tenant's. Returns how many ran."""
+
+    async def loads(self) -> list[EngineLoad]:
+        """What waits at each replica that answers."""
 
     async def check_ready(self) -> None:
         """Raises `EngineUnavailableError` when no replica can serve."""
@@ -74,9 +77,20 @@ class ServeEngineClient:
 
     async def cancel_call(self, call_id: str, tenant: str | None) -> int:
         """See `EngineClient.cancel_call`. A replica that is gone has nothing to cancel."""
-        response = self._handle.broadcast("cancel_call", call_id, tenant)
-        counts = await response.results_async(timeout_s=READY_TIMEOUT_S, return_exceptions=True)
+        counts = await self._ask_all("cancel_call", call_id, tenant)
         return sum(count for count in counts if isinstance(count, int))
+
+    async def loads(self) -> list[EngineLoad]:
+        """See `EngineClient.loads`."""
+        return [load for load in await self._ask_all("load") if isinstance(load, EngineLoad)]
+
+    async def _ask_all(self, method: str, *args: Any) -> list[Any]:
+        """What each replica answers; an exception for one that does not, nothing when there is none."""
+        try:
+            response = self._handle.broadcast(method, *args)
+            return list(await response.results_async(timeout_s=READY_TIMEOUT_S, return_exceptions=True))
+        except (TimeoutError, RayError, RayServeException):
+            return []
 
     async def check_ready(self) -> None:
         """See `EngineClient.check_ready`."""

@@ -12,6 +12,7 @@ from typing import Self
 from serve_app.config import ApiKey
 from serve_app.engine.request import FinishReason, RequestFailure, TokenLogprobs, TokenOutput, UserRequest
 from serve_app.errors import ContextLengthError, DeadlineError, GenerationError
+from serve_app.ingress.admission import Admission
 from serve_app.ingress.call_log import CallRecord
 from serve_app.ingress.engine_client import EngineClient
 from serve_app.ingress.prompts import Prompt
@@ -116,6 +117,7 @@ class Generation:
         request_id: the caller's name of the call, for the log and to cancel it by.
         caller: whose key it came with: the tenant. Without keys `user` says who it is.
         record: what becomes of it.
+        admission: lets it in, or not.
         reasoning_tags: what opens and closes the model's reasoning, when that is to be split off.
         deadline: when its work ends, done or not.
 
@@ -135,6 +137,7 @@ class Generation:
         request_id: str,
         caller: ApiKey | None = None,
         record: CallRecord,
+        admission: Admission,
         reasoning_tags: tuple[str, str] | None = None,
         deadline: Deadline | None = None,
     ) -> None:
@@ -144,6 +147,7 @@ class Generation:
         self._reasoning_tags = reasoning_tags
         self._deadline = deadline
         self._record = record
+        self._admission = admission
         self.usage = Usage(sum(len(prompt.token_ids) for prompt in prompts))
         self.num_choices = len(prompts) * request.n
         record.prompt_tokens = self.usage.prompt_tokens
@@ -169,8 +173,10 @@ class Generation:
         """The deltas of all choices as they come; counts `usage`. Closing it cancels what still runs.
 
         Raises:
+            OverloadedError: more waits than may; nothing was begun.
             DeadlineError: the time is over; what still ran is cancelled.
         """
+        ticket = await self._admission.enter(self._fingerprint(), self._num_tokens_at_most())
         streams = [self._one(index, prompt, request) for index, (prompt, request) in enumerate(self._choices)]
         merged = streams[0] if len(streams) == 1 else _merge(streams)
         reasons: set[FinishReason] = set()
@@ -178,6 +184,7 @@ class Generation:
             async with aclosing(merged if self._deadline is None else _until(self._deadline, merged)) as deltas:
                 async for choice_delta in deltas:
                     self.usage.completion_tokens += choice_delta.delta.num_tokens
+                    ticket.start()
                     self._record.token_came(choice_delta.delta.num_tokens)
                     if choice_delta.delta.finish_reason is not None:
                         reasons.add(choice_delta.delta.finish_reason)
@@ -185,7 +192,18 @@ class Generation:
         except BaseException as error:  # also when the reader leaves
             self._record.fail(error)
             raise
+        finally:
+            ticket.give_up()
         self._record.finish(reasons)
+
+    def _num_tokens_at_most(self) -> int:
+        return sum(len(request.prompt_token_ids) + request.sampling.max_tokens for _, request in self._choices)
+
+    def _fingerprint(self) -> int:
+        """The same when the same caller asks the same again."""
+        _, first = self._choices[0]
+        prompts = tuple(request.prompt_token_ids for _, request in self._choices[:: self._request.n])
+        return hash((first.tenant, first.sampling, self._request.n, prompts))
 
     async def whole(self) -> list[Choice]:
         """All choices, complete."""

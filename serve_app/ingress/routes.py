@@ -19,6 +19,7 @@ from starlette.routing import Route
 from serve_app.config import IngressLimits
 from serve_app.errors import RequestError, ServeAppError, UnknownModelError, UnknownRouteError
 from serve_app.ingress.access import LIVENESS, Cors, KeyGate, caller_of
+from serve_app.ingress.admission import Admission
 from serve_app.ingress.answers import (
     EventStream,
     NamedEventStream,
@@ -84,6 +85,7 @@ class Api:
         self._tokenizer = tokenizer
         self._facts = facts
         self._client = client
+        self._admission = Admission(client)
         self._reasoning_tags = reasoning_tags
         self._prompter = Prompter(tokenizer, facts, lambda: self.limits.allow_chat_template)
         self._created = int(time.time())
@@ -264,6 +266,7 @@ class Api:
             request_id=request_id,
             caller=caller_of(request),
             record=record,
+            admission=self._admission,
             reasoning_tags=reasoning_tags,
             deadline=deadline,
         )

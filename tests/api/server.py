@@ -18,7 +18,7 @@ import uvicorn
 
 from serve_app.config import IngressLimits
 from serve_app.engine.engine import BatchInferenceEngine
-from serve_app.engine.request import Delivery, RequestFailure, UserRequest
+from serve_app.engine.request import Delivery, EngineLoad, RequestFailure, UserRequest
 from serve_app.errors import ServeAppError
 from serve_app.ingress.call_log import CallRecord
 from serve_app.ingress.routes import Api
@@ -49,6 +49,9 @@ class LocalEngineClient:
 
     async def cancel_call(self, call_id: str, tenant: str | None) -> int:
         return self.engine.cancel_call(call_id, tenant)
+
+    async def loads(self) -> list[EngineLoad]:
+        return [self.engine.load()]
 
     async def check_ready(self) -> None:
         self.engine.check_health(60)
