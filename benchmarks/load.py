@@ -48,6 +48,15 @@ class Job:
 
     prompt: str
     max_tokens: int
+    user: str | None = None
+
+
+class RefusedError(Exception):
+    """429: the server says when to come back."""
+
+    def __init__(self, retry_after_s: float) -> None:
+        super().__init__(retry_after_s)
+        self.retry_after_s = retry_after_s
 
 
 @dataclass(slots=True)
@@ -67,6 +76,7 @@ class LoadResult:
     outcomes: list[Outcome]
     errors: list[str]
     elapsed_s: float
+    num_refused: int = 0
 
     @property
     def tokens_per_s(self) -> float:
@@ -122,8 +132,8 @@ async def run_load(url: str, model: str, jobs: Sequence[Job], concurrency: int, 
         async def worker() -> None:
             for job in waiting:
                 try:
-                    outcomes.append(await _send(session, url, model, job))
-                except (aiohttp.ClientError, TimeoutError, RuntimeError) as error:
+                    outcomes.append(await send(session, url, model, job))
+                except (aiohttp.ClientError, TimeoutError, RuntimeError, RefusedError) as error:
                     errors.append(repr(error))
 
         started_at = time.perf_counter()
@@ -136,25 +146,29 @@ async def run_open_load(url: str, model: str, jobs: Sequence[Job], rate: float, 
     rng = random.Random(len(jobs))
     outcomes: list[Outcome] = []
     errors: list[str] = []
+    num_refused = 0
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
 
-        async def send(job: Job) -> None:
+        async def one(job: Job) -> None:
+            nonlocal num_refused
             try:
-                outcomes.append(await _send(session, url, model, job))
+                outcomes.append(await send(session, url, model, job))
+            except RefusedError:
+                num_refused += 1
             except (aiohttp.ClientError, TimeoutError, RuntimeError) as error:
                 errors.append(repr(error))
 
         started_at = time.perf_counter()
         async with asyncio.TaskGroup() as group:
             for job in jobs:
-                group.create_task(send(job))
+                group.create_task(one(job))
                 await asyncio.sleep(rng.expovariate(rate))
-        return LoadResult(outcomes, errors, time.perf_counter() - started_at)
+        return LoadResult(outcomes, errors, time.perf_counter() - started_at, num_refused)
 
 
-async def _send(session: aiohttp.ClientSession, url: str, model: str, job: Job) -> Outcome:
-    """Sends one job; once more where the server had closed the kept connection that was chosen for it."""
+async def send(session: aiohttp.ClientSession, url: str, model: str, job: Job) -> Outcome:
+    """Sends one job, streamed and greedy; once more where the server had closed the kept connection that it got."""
     try:
         return await _send_once(session, url, model, job)
     except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
@@ -171,9 +185,13 @@ async def _send_once(session: aiohttp.ClientSession, url: str, model: str, job: 
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+    if job.user is not None:
+        body["user"] = job.user
     started_at = last_at = time.perf_counter()
     outcome = Outcome(0.0, 0.0, 0)
     async with session.post(f"{url}/v1/completions", json=body) as response:
+        if response.status == 429:
+            raise RefusedError(float(response.headers.get("Retry-After", 1)))
         if response.status != 200:
             raise RuntimeError(f"{response.status} {(await response.text())[:200]}")
         rest = b""

@@ -101,7 +101,7 @@ def running(
             _wait_until_up(process, url, model, log.name)
             yield Server(url, process.pid)
         finally:
-            process.send_signal(signal.SIGINT)
+            process.terminate()  # a shell's background job would not hear SIGINT
             try:
                 process.wait(timeout=60)
             except subprocess.TimeoutExpired:
