@@ -3,8 +3,8 @@
     .venv/bin/python -m benchmarks.overload
 
 The overload curve: a Poisson process of half to four times the capacity, nobody coming back; goodput (tokens of whole
-answers per second), refusals, and the time to the first token of those who were admitted. Then callers who obey Retry-After,
-at twice the capacity. And a tenant's time to the first token alone and beside another tenant's flood. Writes
+answers per second), refusals, and the time to the first token of those who were admitted. Then callers who obey
+Retry-After, at twice the capacity. And a tenant's time to the first token alone and beside another tenant's flood. Writes
 benchmarks/results/overload.json and overload.png.
 """
 

@@ -1,8 +1,9 @@
 """Admission by work: how many tokens may wait, and when to come back if they are too many.
 
 Who is refused is told when there will be room, and that room is kept for him: it is promised to the call, which is known
-again by what it asks. So a caller who comes back when he was told to gets in, also while others keep coming. A promise
-that nobody claims lapses, and while it is far away its room serves those who are here.
+again by what it asks. So a caller who comes back when he was told to gets in, also while others keep coming. Not all come
+back: room is kept for as large a part of the promised as was claimed lately, and what is promised for later serves those
+who are here now. A part of the budget is for tenants of whom little waits, so that none can lock the others out.
 """
 
 from __future__ import annotations
@@ -10,24 +11,32 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 
 from serve_app.errors import OverloadedError
 from serve_app.ingress.engine_client import EngineClient
 
-AIM = 0.7
-"""The part of the budget that is to wait when somebody comes back: below 1, because estimates err."""
+RESERVE = 0.2
+"""The part of the budget that is for tenants who have no more than so much waiting."""
+AIM = 0.6
+"""The part of the budget that is to wait when somebody comes back: below 1 - RESERVE, because estimates err."""
 MEMORY_S = 10.0
 """How long the measured rate remembers."""
 EARLY_S = 0.5
 """So much before his time a caller may be back."""
+IDLE_S = 1.0
+"""When the queue is shorter than that, whoever is here gets in: promises are no reason to have the engines idle."""
 PATIENCE_S = 5.0
 """A promise lapses so long after its time, or half as long as the wait was, if that is longer."""
 LONGEST_S = 600
 """No longer wait is promised."""
-MANY = 10_000
+MANY = 1_000
 """Promises at a time; who is refused beyond that gets an estimate only."""
+FORGETTING = 0.01
+"""How much one promise, claimed or lapsed, tells of the next."""
 FRESH_S = 1.0
 """How old the replicas' own numbers may be while work waits."""
 
@@ -80,34 +89,37 @@ class Admission:
         self._client = client
         self._clock = clock
         self._rate = Rate()
-        self._waiting = 0
+        self._waiting: Counter[str] = Counter()  # tokens, by tenant
         self._changed_at = clock()
         self._promises: dict[Hashable, _Promise] = {}
+        self._claimed = 1.0  # the part of promises that are claimed
         self._budget: int | None = None
         self._of_others = 0
         self._looked_at = -math.inf
         self._looking: asyncio.Task[None] | None = None
 
-    async def enter(self, call: Hashable, num_tokens: int) -> Ticket:
+    async def enter(self, call: Hashable, num_tokens: int, tenant: str = "") -> Ticket:
         """Lets a call in, or tells it when to come back.
 
         Args:
             call: what it asks; the same when it comes again.
             num_tokens: prompts and requested tokens of all its choices.
+            tenant: whose it is.
 
         Raises:
             OverloadedError: more waits than may.
         """
         if self._looked_at == -math.inf:
             await self._look()
-        elif self._waiting and self._clock() - self._looked_at > FRESH_S:  # nobody waits for it
+        elif self._waiting.total() and self._clock() - self._looked_at > FRESH_S:  # nobody waits for it
             self._looking = asyncio.create_task(self._look())
-        error = self._refusal(call, num_tokens)
+        error = self._refusal(call, num_tokens, tenant)
         if error is not None:
             raise error
-        self._promises.pop(call, None)
-        self._count(num_tokens, left=0)
-        return Ticket(self._leave, num_tokens)
+        if self._promises.pop(call, None) is not None:
+            self._learn(1.0)
+        self._count(tenant, num_tokens, left=0)
+        return Ticket(partial(self._leave, tenant, num_tokens))
 
     async def _look(self) -> None:
         """Asks the replicas."""
@@ -116,52 +128,65 @@ class Admission:
         limits = [load.max_waiting_tokens for load in loads]
         self._budget = None if not limits or None in limits else sum(limit or 0 for limit in limits)
         self._rate.guess = sum(load.tokens_per_s for load in loads)
-        self._of_others = max(0, sum(load.num_waiting_tokens for load in loads) - self._waiting)
+        self._of_others = max(0, sum(load.num_waiting_tokens for load in loads) - self._waiting.total())
 
-    def _refusal(self, call: Hashable, num_tokens: int) -> OverloadedError | None:
-        now, backlog = self._clock(), self._waiting + self._of_others
-        self._promises = {key: promise for key, promise in self._promises.items() if promise.lapses > now}
+    def _refusal(self, call: Hashable, num_tokens: int, tenant: str) -> OverloadedError | None:
+        now, backlog = self._clock(), self._waiting.total() + self._of_others
+        for key in [key for key, promise in self._promises.items() if promise.lapses <= now]:
+            del self._promises[key]
+            self._learn(0.0)
         if self._budget is None:
             return None
         mine = self._promises.get(call)
         if mine is not None and now < mine.due - EARLY_S:
             return self._busy(mine.due - now)
-        soon = now + self._rate.seconds_for(backlog) + EARLY_S
-        kept = 0 if mine is not None else sum(p.num_tokens for p in self._promises.values() if p.due <= soon)
-        if backlog + kept == 0 or backlog + kept + num_tokens <= self._budget:
+        has_little = self._waiting[tenant] + num_tokens <= RESERVE * self._budget
+        limit = self._budget if has_little or mine is not None else (1 - RESERVE) * self._budget
+        queue_s = self._rate.seconds_for(backlog)
+        keeps = mine is None and not has_little and queue_s > IDLE_S
+        kept = self._kept(now + queue_s + EARLY_S) if keeps else 0.0
+        if backlog + kept == 0 or backlog + kept + num_tokens <= limit:
             return None
-        ahead = 0 if mine is not None else sum(promise.num_tokens for promise in self._promises.values())
+        ahead = 0.0 if mine is not None else self._kept(math.inf)
         wait_s = self._rate.seconds_for(backlog + ahead + num_tokens - AIM * self._budget)
         wait_s = min(max(math.ceil(wait_s), 1), LONGEST_S)
         if mine is not None or len(self._promises) < MANY:
             self._promises[call] = _Promise(num_tokens, now + wait_s, now + wait_s + max(PATIENCE_S, wait_s / 2))
         return self._busy(wait_s)
 
+    def _kept(self, until: float) -> float:
+        """Tokens of the promises that are due by then, as far as they will be claimed."""
+        return self._claimed * sum(promise.num_tokens for promise in self._promises.values() if promise.due <= until)
+
+    def _learn(self, claimed: float) -> None:
+        self._claimed += FORGETTING * (claimed - self._claimed)
+
     def _busy(self, wait_s: float) -> OverloadedError:
         seconds = max(1, math.ceil(wait_s))
         return OverloadedError(
-            f"The server is busy: {self._waiting + self._of_others} tokens wait, {self._budget} may. "
+            f"The server is busy: {self._waiting.total() + self._of_others} tokens wait, {self._budget} may. "
             f"There will be room for this request in {seconds} s.",
             retry_after_s=seconds,
         )
 
-    def _leave(self, num_tokens: int, *, has_started: bool) -> None:
-        self._count(-num_tokens, left=num_tokens if has_started else 0)
+    def _leave(self, tenant: str, num_tokens: int, *, has_started: bool) -> None:
+        self._count(tenant, -num_tokens, left=num_tokens if has_started else 0)
 
-    def _count(self, change: int, left: int) -> None:
+    def _count(self, tenant: str, change: int, left: int) -> None:
         now = self._clock()
         if self._waiting:
             self._rate.add(left, now - self._changed_at)
         self._changed_at = now
-        self._waiting += change
+        self._waiting[tenant] += change
+        if not self._waiting[tenant]:
+            del self._waiting[tenant]
 
 
 class Ticket:
     """A call's place in the queue, until it starts or leaves."""
 
-    def __init__(self, leave: Callable[..., None], num_tokens: int) -> None:
+    def __init__(self, leave: Callable[..., None]) -> None:
         self._leave = leave
-        self._num_tokens = num_tokens
         self._is_waiting = True
 
     def start(self) -> None:
@@ -175,4 +200,4 @@ class Ticket:
     def _end(self, *, has_started: bool) -> None:
         if self._is_waiting:
             self._is_waiting = False
-            self._leave(self._num_tokens, has_started=has_started)
+            self._leave(has_started=has_started)

@@ -176,7 +176,7 @@ class Generation:
             OverloadedError: more waits than may; nothing was begun.
             DeadlineError: the time is over; what still ran is cancelled.
         """
-        ticket = await self._admission.enter(self._fingerprint(), self._num_tokens_at_most())
+        ticket = await self._admission.enter(self._fingerprint(), self._num_tokens_at_most(), self._choices[0][1].tenant)
         streams = [self._one(index, prompt, request) for index, (prompt, request) in enumerate(self._choices)]
         merged = streams[0] if len(streams) == 1 else _merge(streams)
         reasons: set[FinishReason] = set()

@@ -37,11 +37,11 @@ async def simulate(load, *, patience, seed=0, seen=(40.0, 120.0), until=700.0):
     """A queue that drains at SPEED, and callers that come at `load` times that, and come back when they are told.
 
     `patience(rng)` says how often a caller comes back at most. Returns for each caller how often he was refused, whether
-    he got in, and the most that waited; only of those who came between the times `seen`.
+    he got in, of those who came between the times `seen`; the most that waited; and the tokens computed per second then.
     """
     clock, rng = Clock(), random.Random(seed)
     admission = Admission(Replicas(), clock)
-    queue, told, busy_until, most = [], {}, 0.0, 0
+    queue, told, busy_until, most, work = [], {}, 0.0, 0, 0.0
     events, count = [], 0
 
     def push(at, kind, value):
@@ -78,11 +78,17 @@ async def simulate(load, *, patience, seed=0, seen=(40.0, 120.0), until=700.0):
                 )
         else:
             told[name] = (came_at, refusals, True)
-            busy_until = max(busy_until, clock.now) + num_tokens / SPEED * rng.uniform(0.6, 1.0)  # some end early
+            takes_s = num_tokens / SPEED * rng.uniform(0.6, 1.0)  # some end early
+            busy_until = max(busy_until, clock.now) + takes_s
+            work += takes_s * SPEED if seen[0] < busy_until < seen[1] else 0.0
             queue.append((busy_until, num_tokens))
             most = max(most, sum(size for at, size in queue if at > clock.now))
             push(busy_until, "start", ticket)
-    return [(refusals, got_in) for at, refusals, got_in in told.values() if seen[0] < at < seen[1]], most
+    return (
+        [(refusals, got_in) for at, refusals, got_in in told.values() if seen[0] < at < seen[1]],
+        most,
+        work / (seen[1] - seen[0]),
+    )
 
 
 @pytest.mark.parametrize("load", [1.5, 2.0, 4.0])
@@ -90,7 +96,7 @@ async def simulate(load, *, patience, seed=0, seen=(40.0, 120.0), until=700.0):
     "patience", [lambda rng: 1, lambda rng: rng.choice((0, 1, 3))], ids=["all return once", "some never return"]
 )
 async def test_who_comes_back_when_he_is_told_to_gets_in(load, patience):
-    told, most = await simulate(load, patience=patience)
+    told, most, _ = await simulate(load, patience=patience)
     returned = [(refusals, got_in) for refusals, got_in in told if refusals > 1 or (refusals == 1 and got_in)]
     assert len(returned) > 30
     first_time = sum(refusals == 1 and got_in for refusals, got_in in returned)
@@ -99,7 +105,7 @@ async def test_who_comes_back_when_he_is_told_to_gets_in(load, patience):
 
 
 async def test_without_overload_nobody_is_refused():
-    told, _ = await simulate(0.7, patience=lambda rng: 3)
+    told, *_ = await simulate(0.7, patience=lambda rng: 3)
     assert len(told) > 100
     assert all(outcome == (0, True) for outcome in told)
 
@@ -109,9 +115,21 @@ async def test_what_waits_for_other_ingress_replicas_counts():
     await admission.enter("small", 50)
     with pytest.raises(OverloadedError) as refused:
         await admission.enter("large", 1000)
-    assert refused.value.retry_after_s == 4  # (9,950 + 1,000 - 7,000) / 1,000, rounded up
+    assert refused.value.retry_after_s == 5  # (9,950 + 1,000 - 6,000) / 1,000, rounded up
     with pytest.raises(OverloadedError):
-        await admission.enter("small too", 50)  # the room that is left is promised
+        await admission.enter("small too", 60)
+
+
+async def test_a_flood_of_one_tenant_does_not_lock_others_out():
+    admission = Admission(Replicas(), Clock())
+    for name in range(16):
+        await admission.enter(f"flood {name}", 500, "flood")
+    with pytest.raises(OverloadedError):
+        await admission.enter("one more", 500, "flood")
+    for name in range(4):
+        await admission.enter(f"quiet {name}", 400, "quiet")
+    with pytest.raises(OverloadedError):
+        await admission.enter("too much", 2000, "quiet")
 
 
 async def test_an_engine_without_a_limit_refuses_nobody():
@@ -170,3 +188,10 @@ def test_overload_over_http(stream):
         assert max(refusals for refusals, _ in outcomes) >= 1
         assert sum(refusals for refusals, _ in outcomes) < 3 * 24
         server.wait_until_idle()
+
+
+@pytest.mark.parametrize("load", [1.5, 4.0])
+@pytest.mark.parametrize("returning", [0.0, 0.05, 0.5, 1.0])
+async def test_the_engine_has_work_all_the_time_whether_or_not_they_come_back(load, returning):
+    *_, tokens_per_s = await simulate(load, patience=lambda rng: int(rng.random() < returning), seen=(100.0, 600.0))
+    assert tokens_per_s > 0.95 * SPEED
