@@ -157,6 +157,12 @@ def main() -> int:
             f"capacity (closed loop, 32 at a time): {capacity:.1f} requests/s, {closed.tokens_per_s:.0f} tokens/s",
             flush=True,
         )
+        time.sleep(3)
+        jobs = jobs_of(round(args.seconds * 2 * capacity), 77)
+        obeying = uvloop.run(
+            obedient(server.url, jobs, 2 * capacity)
+        )  # first: the others do not come back, and are remembered
+        print(obeying, flush=True)
         fairness = uvloop.run(beside_a_flood(server.url, 5))
         print(", ".join(f"{name} {seconds * 1000:.0f} ms" for name, seconds in fairness.items()), flush=True)
         points = []
@@ -166,10 +172,6 @@ def main() -> int:
             result = uvloop.run(run_open_load(server.url, MODEL, jobs, load * capacity))
             points.append(point_of(load, load * capacity, len(jobs), result))
             print(points[-1], flush=True)
-        time.sleep(3)
-        jobs = jobs_of(round(args.seconds * 2 * capacity), 77)
-        obeying = uvloop.run(obedient(server.url, jobs, 2 * capacity))
-        print(obeying, flush=True)
     best = max(point.goodput_tokens_per_s for point in points)
     print(f"goodput at {points[-1].load:g} times the capacity: {points[-1].goodput_tokens_per_s / best:.0%} of the best")
     found = {"capacity_per_s": capacity, "points": [asdict(p) for p in points], "obedient": obeying, "fairness_s": fairness}

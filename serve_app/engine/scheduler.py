@@ -2,8 +2,9 @@
 
 The rules, in order:
 
-1. Every decoding row gets its one token. When blocks run out the last running row in rank is preempted: it gives its
-   blocks back and is recomputed later, from where it was.
+1. Every decoding row gets its one token, except that it waits for one step in which the prompt of a less served tenant
+   ends. When blocks run out the last running row in standing is preempted: it gives its blocks back and is recomputed
+   later, from where it was.
 2. Waiting rows are admitted, the least served tenant's first and by rank (priority, then arrival) within a tenant, while
    there are places in the batch and blocks for all their known tokens. Nobody overtakes at this door, so nobody starves
    within a tenant's priority. One exception: a row whose next block is being computed by a running row waits until it can
@@ -131,8 +132,19 @@ class Scheduler:
         rows = self._plan_decodes()
         self._admit()
         rows = [row for row in rows if row.sequence.status is Status.DECODE]  # without those that had to make way
-        rows += self._plan_prefills(max(self.max_batched_tokens - len(rows), self.ledger.block_size))
-        return StepPlan(tuple(rows))
+        prefills = self._plan_prefills(max(self.max_batched_tokens - len(rows), self.ledger.block_size))
+        return StepPlan((*self._without_those_who_can_wait(rows, prefills), *prefills))
+
+    def _without_those_who_can_wait(self, decodes: list[PlannedRow], prefills: list[PlannedRow]) -> list[PlannedRow]:
+        """Leaves out the decode rows of tenants that were given more, in a step that ends the prompt of one given less.
+
+        Its first token is there sooner by what they would have cost. They lose no more than that one step would have
+        taken longer, and once per prompt.
+        """
+        if self.waiting.num_tenants == 1 or not prefills or not prefills[0].draws:
+            return decodes
+        first = self.waiting.standing(prefills[0].sequence)[:2]  # without the rank, which orders a tenant's own
+        return [row for row in decodes if self.waiting.standing(row.sequence)[:2] <= first]
 
     def _plan_decodes(self) -> list[PlannedRow]:
         rows = []

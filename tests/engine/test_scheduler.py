@@ -253,6 +253,21 @@ def test_a_newcomer_of_another_tenant_starts_at_once_though_a_flood_has_every_pl
     assert sum(sequence.num_preemptions for sequence in flood) == 1  # once, not at every step
 
 
+def test_rows_of_a_flood_wait_for_one_step_while_the_prompt_of_another_tenant_ends():
+    scheduler = make_scheduler(num_blocks=256)
+    flood = [from_tenant("flood", max_tokens=200, first_token=1000 + 10 * i) for i in range(3)]
+    for sequence in flood:
+        scheduler.add(sequence)
+    for _ in range(10):
+        step(scheduler)
+    scheduler.add(from_tenant("other", length=8))
+    assert [row.sequence.request.tenant for row in step(scheduler).rows] == ["other"]
+    assert sorted(row.sequence.request.tenant for row in step(scheduler).rows) == ["flood"] * 3 + ["other"]
+    scheduler.add(from_tenant("third", length=40, first_token=5000))  # in chunks: they do not wait for all of them
+    tenants = [[row.sequence.request.tenant for row in step(scheduler).rows] for _ in range(4)]
+    assert sum("flood" not in step_tenants for step_tenants in tenants) <= 1
+
+
 def test_a_newcomer_of_another_tenant_gets_its_share_of_the_blocks():
     scheduler = make_scheduler(num_blocks=32)
     flood = [from_tenant("flood", length=28, max_tokens=4, first_token=1000 + 100 * i) for i in range(10)]
