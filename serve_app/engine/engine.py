@@ -173,7 +173,7 @@ class BatchInferenceEngine:
                 if error is None:
                     sequence = Sequence(request, self._runner.end_token_ids)
                     self._arrivals.append(sequence)
-                    self._num_waiting_tokens += sequence.num_tokens_at_most
+                    self._num_waiting_tokens += request.num_tokens_at_most
                     self._streams[request.request_id] = stream
                     self._calls[request.request_id] = request
                 else:
@@ -423,7 +423,7 @@ class BatchInferenceEngine:
             self._num_prefix_hit_tokens += sequence.num_cached_tokens
         if leaving:
             with self._inbox:
-                self._num_waiting_tokens -= sum(sequence.num_tokens_at_most for sequence in leaving)
+                self._num_waiting_tokens -= sum(sequence.request.num_tokens_at_most for sequence in leaving)
 
     def _record(self, plan: StepPlan, elapsed_s: float) -> None:
         self._num_steps += 1

@@ -133,6 +133,11 @@ class UserRequest:
     timeout_s: float | None = None
     """So long after its arrival in the engine it ends with `DeadlineError`, done or not; waiting, it is never computed."""
 
+    @property
+    def num_tokens_at_most(self) -> int:
+        """Prompt and all tokens that may be drawn: the work that it may become."""
+        return len(self.prompt_token_ids) + self.sampling.max_tokens
+
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
             raise RequestError("The prompt is empty: it must have at least one token.", "prompt")

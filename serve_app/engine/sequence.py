@@ -86,14 +86,9 @@ class Sequence:
         return self.num_tokens - self.num_computed_tokens
 
     @property
-    def num_tokens_at_most(self) -> int:
-        """Prompt and all tokens that may be drawn: the work this request may still become."""
-        return self.num_prompt_tokens + self.request.sampling.max_tokens
-
-    @property
     def num_tokens_left(self) -> int:
         """Tokens that may still be computed for it."""
-        return self.num_tokens_at_most - self.num_computed_tokens
+        return self.request.num_tokens_at_most - self.num_computed_tokens
 
     @property
     def may_end(self) -> bool:

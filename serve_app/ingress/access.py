@@ -18,8 +18,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serve_app.config import ApiKey, IngressLimits
 from serve_app.errors import AuthenticationError, OverloadedError
-from serve_app.ingress.answers import error_answer
-from serve_app.ingress.call_log import CallRecord
+from serve_app.ingress.answers import refuse
+from serve_app.ingress.call_log import record_of
 
 LIVENESS = "/health"
 """The one route that asks nobody for a key: it says that the process answers, and nothing else."""
@@ -62,17 +62,15 @@ class KeyGate:
             await self._app(scope, receive, send)
             return
         caller = _find(keys, Headers(scope=scope).get("authorization", ""))
-        record: CallRecord = scope["state"]["record"]
+        request = Request(scope)
         if caller is None:
             error = AuthenticationError("A valid API key is required, as the header 'Authorization: Bearer KEY'.")
-            record.fail(error)
-            await error_answer(error, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+            await refuse(request, error, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
             return
-        record.key = caller.name
+        record_of(request).key = caller.name
         if caller.max_calls is not None and self._ongoing[caller.name] >= caller.max_calls:
             busy = OverloadedError(f"This key has {caller.max_calls} calls running, as many as it may.")
-            record.fail(busy)
-            await error_answer(busy)(scope, receive, send)
+            await refuse(request, busy)(scope, receive, send)
             return
         scope["state"]["caller"] = caller
         self._ongoing[caller.name] += 1

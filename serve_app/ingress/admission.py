@@ -111,7 +111,7 @@ class Admission:
         """
         if self._looked_at == -math.inf:
             await self._look()
-        elif self._waiting.total() and self._clock() - self._looked_at > FRESH_S:  # nobody waits for it
+        elif (self._waiting or self._of_others) and self._clock() - self._looked_at > FRESH_S:  # nobody waits for it
             self._looking = asyncio.create_task(self._look())
         error = self._refusal(call, num_tokens, tenant)
         if error is not None:

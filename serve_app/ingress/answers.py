@@ -52,7 +52,8 @@ def error_answer(error: ServeAppError, headers: dict[str, str] | None = None) ->
     return JSONResponse(error_body(error), error.status, headers)
 
 
-def _refuse(request: Request, error: ServeAppError, headers: dict[str, str] | None = None) -> JSONResponse:
+def refuse(request: Request, error: ServeAppError, headers: dict[str, str] | None = None) -> JSONResponse:
+    """The answer to a call that ends with an error, which its record notes."""
     record_of(request).fail(error)
     return error_answer(error, headers)
 
@@ -60,18 +61,18 @@ def _refuse(request: Request, error: ServeAppError, headers: dict[str, str] | No
 async def on_serve_app_error(request: Request, error: Exception) -> Response:
     """Exception handler for the project's own errors."""
     assert isinstance(error, ServeAppError)
-    return _refuse(request, error)
+    return refuse(request, error)
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
     """Exception handler for the router's: unknown paths, wrong methods."""
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        return _refuse(request, UnknownRouteError(f"There is no {request.url.path} here."))
+        return refuse(request, UnknownRouteError(f"There is no {request.url.path} here."))
     if error.status_code == 405:
         known = MethodNotAllowedError(f"{request.url.path} does not take {request.method}.")
-        return _refuse(request, known, dict(error.headers or {}))
-    return _refuse(request, RequestError(error.detail))
+        return refuse(request, known, dict(error.headers or {}))
+    return refuse(request, RequestError(error.detail))
 
 
 async def on_bug(request: Request, error: Exception) -> Response:

@@ -45,7 +45,7 @@ class ContinuingClient:
             try:
                 async with aclosing(self._client.generate(trial)) as batches:
                     async for deliveries in batches:
-                        *_, last = deliveries
+                        last = deliveries[-1]
                         if isinstance(last, RequestFailure) and isinstance(last.error, EngineUnavailableError):
                             deliveries, gone = deliveries[:-1], last.error
                         else:

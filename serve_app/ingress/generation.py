@@ -176,7 +176,8 @@ class Generation:
             OverloadedError: more waits than may; nothing was begun.
             DeadlineError: the time is over; what still ran is cancelled.
         """
-        ticket = await self._admission.enter(self._fingerprint(), self._num_tokens_at_most(), self._choices[0][1].tenant)
+        num_tokens = sum(request.num_tokens_at_most for _, request in self._choices)
+        ticket = await self._admission.enter(self._fingerprint(), num_tokens, self._choices[0][1].tenant)
         streams = [self._one(index, prompt, request) for index, (prompt, request) in enumerate(self._choices)]
         merged = streams[0] if len(streams) == 1 else _merge(streams)
         reasons: set[FinishReason] = set()
@@ -195,9 +196,6 @@ class Generation:
         finally:
             ticket.give_up()
         self._record.finish(reasons)
-
-    def _num_tokens_at_most(self) -> int:
-        return sum(len(request.prompt_token_ids) + request.sampling.max_tokens for _, request in self._choices)
 
     def _fingerprint(self) -> int:
         """The same when the same caller asks the same again."""

@@ -120,6 +120,19 @@ async def test_what_waits_for_other_ingress_replicas_counts():
         await admission.enter("small too", 60)
 
 
+async def test_what_waited_for_others_is_forgotten_when_it_is_gone():
+    clock, replicas = Clock(), Replicas(waiting=5 * BUDGET)
+    admission = Admission(replicas, clock)
+    with pytest.raises(OverloadedError):
+        await admission.enter("a", 3000)
+    replicas.answers = Replicas().answers
+    clock.now = 100.0  # nothing of this ingress replica's own waits: it looks all the same
+    with pytest.raises(OverloadedError):
+        await admission.enter("b", 3000)
+    await asyncio.sleep(0)
+    await admission.enter("c", 3000)
+
+
 async def test_a_flood_of_one_tenant_does_not_lock_others_out():
     admission = Admission(Replicas(), Clock())
     for name in range(16):
