@@ -235,13 +235,19 @@ def test_tenants_share_by_weight_whatever_each_asks_for(weight):
     assert given["other"] / given["flood"] == pytest.approx(weight, rel=0.15)
 
 
-def test_a_newcomer_of_another_tenant_starts_at_once_though_a_flood_has_every_place():
+def flooded(num_calls):
+    """A scheduler on which a tenant's long calls have been running for ten steps, and the calls."""
     scheduler = make_scheduler(num_blocks=256)
-    flood = [from_tenant("flood", max_tokens=200, first_token=1000 + 10 * i) for i in range(50)]
+    flood = [from_tenant("flood", max_tokens=200, first_token=1000 + 10 * i) for i in range(num_calls)]
     for sequence in flood:
         scheduler.add(sequence)
     for _ in range(10):
         step(scheduler)
+    return scheduler, flood
+
+
+def test_a_newcomer_of_another_tenant_starts_at_once_though_a_flood_has_every_place():
+    scheduler, flood = flooded(50)
     newcomer = from_tenant("other")
     scheduler.add(newcomer)
     step(scheduler)
@@ -254,12 +260,7 @@ def test_a_newcomer_of_another_tenant_starts_at_once_though_a_flood_has_every_pl
 
 
 def test_rows_of_a_flood_wait_for_one_step_while_the_prompt_of_another_tenant_ends():
-    scheduler = make_scheduler(num_blocks=256)
-    flood = [from_tenant("flood", max_tokens=200, first_token=1000 + 10 * i) for i in range(3)]
-    for sequence in flood:
-        scheduler.add(sequence)
-    for _ in range(10):
-        step(scheduler)
+    scheduler, _ = flooded(3)
     scheduler.add(from_tenant("other", length=8))
     assert [row.sequence.request.tenant for row in step(scheduler).rows] == ["other"]
     assert sorted(row.sequence.request.tenant for row in step(scheduler).rows) == ["flood"] * 3 + ["other"]
