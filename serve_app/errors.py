@@ -18,6 +18,7 @@ ServeAppError
 ├── RequestCancelledError          499  the caller left or cancelled
 ├── DeadlineError                  504  not done in the time that the caller, or the server, allows
 ├── GenerationError                500  server_error: this request's own work, or its step, failed
+│   └── OutOfMemoryError           500  its work does not fit into the device's memory, not even alone
 └── EngineUnavailableError         503  the engine is dead, draining or not there
 
 Every error survives pickling, since an error crosses from replica to ingress as a value. What a message says may be read
@@ -147,6 +148,10 @@ class DeadlineError(ServeAppError):
 
 class GenerationError(ServeAppError):
     """This request's own work, or the step it was in, failed. Others go on."""
+
+
+class OutOfMemoryError(GenerationError):
+    """A step does not fit into the device's memory. It is tried in halves; what does not fit alone ends with this."""
 
 
 class EngineUnavailableError(ServeAppError):

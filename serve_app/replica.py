@@ -7,6 +7,7 @@ the model, so batches at the door never freeze into groups that run together to 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator
 from functools import partial
 from typing import Any
@@ -33,6 +34,7 @@ class EngineReplica:
     def __init__(self, model: ModelConfig, engine: EngineConfig) -> None:
         self._config = engine
         self._engine = load_engine(model=model, engine=engine)
+        self._engine.when_dead(partial(os._exit, 1))  # at once: an idle corpse would draw all calls to itself
         self._metrics = ReplicaMetrics()
         self._senders = StepSenders()
         self.reconfigure(None)  # Serve calls it again if the YAML has a user_config

@@ -31,6 +31,7 @@ from serve_app.errors import (
     DeadlineError,
     EngineUnavailableError,
     GenerationError,
+    OutOfMemoryError,
     OverloadedError,
     RequestCancelledError,
     RequestError,
@@ -117,6 +118,7 @@ class BatchInferenceEngine:
         self._deadlines: list[tuple[float, int, Sequence]] = []  # a heap; those that have ended since are passed by
         self._thread: threading.Thread | None = None
         self._stopping = False
+        self._when_dead: Callable[[], None] = lambda: None
         self._num_waiting_tokens = 0
         self._num_steps = 0
         self._num_computed_tokens = 0
@@ -252,6 +254,10 @@ class BatchInferenceEngine:
         if self.num_unfinished and stalled_for_s > stall_timeout_s:
             raise EngineUnavailableError(f"The engine has work, but finished no step for {stalled_for_s:.0f} s.")
 
+    def when_dead(self, action: Callable[[], None]) -> None:
+        """What is done, in the engine's thread, when the loop has died and every stream was told."""
+        self._when_dead = action
+
     def check(self) -> None:
         """Proves the block ledger's sums. For tests and debugging, when no step is running."""
         self._scheduler.check()
@@ -313,6 +319,7 @@ class BatchInferenceEngine:
         except BaseException as error:  # the loop itself is broken: every stream gets its ending before the thread dies
             logger.exception("the engine loop died")
             self._close(EngineUnavailableError("The engine has failed and is being replaced."))
+            self._when_dead()
             if not isinstance(error, Exception):
                 raise
 
@@ -372,17 +379,35 @@ class BatchInferenceEngine:
     def _run(self, plan: StepPlan) -> list[Delivery]:
         started_at = time.monotonic()
         self._leave_queue(row.sequence for row in plan.rows)
-        try:
-            result = self._runner.run(plan)
-        except Exception as error:
-            logger.exception("a step failed; its %d rows end, the loop goes on", len(plan.rows))
-            told = self._fail_rows(plan, error)
-        else:
-            told = self._settle(plan, result)
+        told = self._compute(plan)
         self._record(plan, time.monotonic() - started_at)
         return told
 
+    def _compute(self, plan: StepPlan) -> list[Delivery]:
+        """Runs a plan; one that fails is tried again in halves, until what is left is the row whose fault it is."""
+        try:
+            result = self._runner.run(plan)
+        except EngineUnavailableError:
+            raise
+        except Exception as error:
+            is_too_large = isinstance(error, OutOfMemoryError)
+            if is_too_large:
+                self._scheduler.lower_budget(plan.num_tokens)
+            halves = plan.halves() if is_too_large or len(plan.rows) > 1 else None
+            if halves is None:
+                return self._fail_row(plan, error)
+            logger.warning("a step of %d tokens failed, trying it in halves: %r", plan.num_tokens, error)
+            return self._compute_in_turn(*halves)
+        return self._settle(plan, result)
+
+    def _compute_in_turn(self, first: StepPlan, second: StepPlan) -> list[Delivery]:
+        told = self._compute(first)
+        if second.rows[0].sequence.has_ended:  # the halves were of one row's chunk, and it failed
+            return told
+        return told + self._compute(second)
+
     def _settle(self, plan: StepPlan, result: StepResult) -> list[Delivery]:
+        self._last_progress_at = time.monotonic()  # a step that fails is none
         for row in plan.rows:
             self._scheduler.settle(row)
             row.sequence.prompt_logprobs += result.prompt_logprobs.get(row.sequence.request.request_id, ())
@@ -401,10 +426,15 @@ class BatchInferenceEngine:
             prompt_logprobs = tuple(sequence.prompt_logprobs)
         return TokenOutput(sequence.request.request_id, draw.token, finish_reason, draw.logprobs, prompt_logprobs)
 
-    def _fail_rows(self, plan: StepPlan, error: Exception) -> list[Delivery]:
+    def _fail_row(self, plan: StepPlan, error: Exception) -> list[Delivery]:
+        """Ends the only row of a plan."""
+        (row,) = plan.rows
+        logger.error(
+            "request %s failed in its step; it ends, the loop goes on", row.sequence.request.request_id, exc_info=error
+        )
         self._scheduler.ledger.forget()
         told = error if isinstance(error, ServeAppError) else GenerationError("The step of this request failed.")
-        return [self._fail(row.sequence, Status.FAILED, told) for row in plan.rows]
+        return [self._fail(row.sequence, Status.FAILED, told)]
 
     def _fail(self, sequence: Sequence, ending: Status, error: ServeAppError) -> RequestFailure:
         self._end(sequence, ending)
@@ -431,7 +461,6 @@ class BatchInferenceEngine:
         self._last_batch_size = len(plan.rows)
         speed = plan.num_tokens / max(elapsed_s, 1e-6)
         self._tokens_per_s = speed if self._num_steps == 1 else 0.9 * self._tokens_per_s + 0.1 * speed
-        self._last_progress_at = time.monotonic()
 
     def _deliver(self, told: list[Delivery]) -> None:
         parcels = []

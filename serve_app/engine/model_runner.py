@@ -32,7 +32,7 @@ from serve_app.engine.request import TokenLogprobs
 from serve_app.engine.runner import Draw, StepResult
 from serve_app.engine.sampler import RowSampling, Sampler, token_logprobs
 from serve_app.engine.scheduler import PlannedRow, StepPlan
-from serve_app.errors import ConfigError, ServeAppError
+from serve_app.errors import ConfigError, EngineUnavailableError, OutOfMemoryError, ServeAppError
 
 DEFAULT_CACHE_TOKENS = 16_384
 SCORED_AT_ONCE = 64
@@ -77,6 +77,7 @@ class ModelRunner:
     ) -> None:
         if num_threads:
             torch.set_num_threads(num_threads)
+        self._device = model.device
         self._end_token_ids = end_token_ids
         self._max_model_len = max_model_len
         self._block_size = block_size
@@ -149,9 +150,29 @@ class ModelRunner:
             num_tokens = max(self._max_model_len, min(2 * self._max_model_len, DEFAULT_CACHE_TOKENS))
         return -(-num_tokens // self._block_size)
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """See `Runner.run`."""
+        try:
+            return self._run(plan)
+        except (RuntimeError, MemoryError) as error:
+            if not _says_out_of_memory(error):
+                self._check_device()
+                raise
+        # here, where the failed step's tensors are no longer held by the error
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        raise OutOfMemoryError("This request does not fit into the memory of the server.")
+
+    def _check_device(self) -> None:
+        """After some errors a CUDA context answers every further call with an error too."""
+        if self._device.type == "cuda":
+            try:
+                torch.cuda.synchronize(self._device)
+            except RuntimeError as error:
+                raise EngineUnavailableError("The device of this replica is lost.") from error
+
+    @torch.inference_mode()
+    def _run(self, plan: StepPlan) -> StepResult:
         packed = sorted(plan.rows, key=lambda row: (row.num_tokens > 1, -row.end))
         starts = list(itertools.accumulate((row.num_tokens for row in packed), initial=0))
         drawing = [(start - 1, row) for row, start in zip(packed, starts[1:], strict=True) if row.draws]
@@ -207,6 +228,11 @@ def _choose_attention(model: PreTrainedModel, kernels: Kernels | None) -> Attent
     if model.device.type == "cuda":
         return CudaAttention()
     return NativeAttention(kernels) if kernels is not None and model.dtype in NATIVE_DTYPES else CpuAttention()
+
+
+def _says_out_of_memory(error: Exception) -> bool:
+    """On CPU torch has no class for it."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
 
 
 def _new_tokens(row: PlannedRow) -> tuple[Sequence[int], Segment]:

@@ -46,4 +46,11 @@ class Runner(Protocol):
     def block_size(self) -> int: ...
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Computes all rows of `plan`."""
+        """Computes all rows of `plan`.
+
+        Raises:
+            OutOfMemoryError: they do not fit into memory together. Nothing of the plan counts as computed then; the engine
+                tries it again in smaller plans.
+            EngineUnavailableError: no further step can succeed, such as on a device that is lost: the engine ends.
+            Exception: something in the plan makes it fail. The engine finds the row by halving, and ends it alone.
+        """

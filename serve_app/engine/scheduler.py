@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, islice
 from typing import Self
 
@@ -77,6 +77,17 @@ class StepPlan:
     def drawing_rows(self) -> tuple[PlannedRow, ...]:
         return tuple(row for row in self.rows if row.draws)
 
+    def halves(self) -> tuple[StepPlan, StepPlan] | None:
+        """The same work in two smaller steps, one after the other; None for a single token, which cannot be halved."""
+        if len(self.rows) > 1:
+            middle = len(self.rows) // 2
+            return StepPlan(self.rows[:middle]), StepPlan(self.rows[middle:])
+        (row,) = self.rows
+        if row.num_tokens == 1:
+            return None
+        token = row.start + row.num_tokens // 2
+        return StepPlan((replace(row, end=token, draws=False),)), StepPlan((replace(row, start=token),))
+
 
 class Scheduler:
     """Holds the waiting and the running sequences and decides each step.
@@ -104,6 +115,7 @@ class Scheduler:
         self.waiting = FairQueue()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self._token_budget = max_batched_tokens  # less for a while after a step that did not fit into memory
         self._in_progress: dict[bytes, Sequence] = {}  # full blocks of known tokens that a running row is yet to compute
 
     def __repr__(self) -> str:
@@ -132,8 +144,13 @@ class Scheduler:
         rows = self._plan_decodes()
         self._admit()
         rows = [row for row in rows if row.sequence.status is Status.DECODE]  # without those that had to make way
-        prefills = self._plan_prefills(max(self.max_batched_tokens - len(rows), self.ledger.block_size))
+        prefills = self._plan_prefills(max(self._token_budget - len(rows), self.ledger.block_size))
+        self._token_budget = min(self._token_budget + 1, self.max_batched_tokens)
         return StepPlan((*self._without_those_who_can_wait(rows, prefills), *prefills))
+
+    def lower_budget(self, num_tokens: int) -> None:
+        """A step of `num_tokens` did not fit into memory: the next are half as large, and grow by a token each."""
+        self._token_budget = min(self._token_budget, num_tokens // 2)
 
     def _without_those_who_can_wait(self, decodes: list[PlannedRow], prefills: list[PlannedRow]) -> list[PlannedRow]:
         """Leaves out the decode rows of tenants that were given more, in a step that ends the prompt of one given less.

@@ -16,6 +16,7 @@ from serve_app.errors import (
     ContextLengthError,
     EngineUnavailableError,
     GenerationError,
+    OutOfMemoryError,
     OverloadedError,
     RequestCancelledError,
     RequestError,
@@ -168,6 +169,127 @@ def test_a_step_that_fails_ends_its_rows_with_a_readable_error_and_the_loop_goes
     [again] = engine.add_to_queue([ask("b")])
     assert len(tokens(again)) == 5
     engine.check_health(60)
+
+
+def test_a_row_that_breaks_its_step_harms_no_other(running, caplog):
+    def fail(plan):
+        if any(row.sequence.request.request_id == "bad" for row in plan.rows):
+            raise ValueError("secret details")
+
+    runner = ScriptedRunner()
+    runner.before_step = fail
+    engine = running(runner)
+    streams = engine.add_to_queue([ask(f"r{i}", (FIRST_BYTE + i,)) for i in range(11)] + [ask("bad")])
+    for i, stream in enumerate(streams[:-1]):
+        assert tokens(stream) == list(counting((FIRST_BYTE + i,)))[:5]
+    with pytest.raises(GenerationError):
+        tokens(streams[-1])
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == [
+        "request bad failed in its step; it ends, the loop goes on"
+    ]
+
+
+class LittleMemory:
+    """Lets a runner's steps have so many tokens at most, and remembers how large those were that had more."""
+
+    def __init__(self, runner, num_tokens):
+        self.num_tokens = num_tokens
+        self.refused = []
+        runner.before_step = self._check
+
+    def _check(self, plan):
+        if plan.num_tokens > self.num_tokens:
+            self.refused.append(plan.num_tokens)
+            raise OutOfMemoryError("too large")
+
+
+def test_a_step_that_does_not_fit_into_memory_is_done_in_halves():
+    runner = ScriptedRunner(num_blocks=512)
+    LittleMemory(runner, 20)
+    engine = BatchInferenceEngine(runner, max_batched_tokens=256)
+    asked = [ask(f"r{i}", [10 + i] * (30 * i + 1), 40, prompt_logprobs=0) for i in range(6)]
+    streams = engine.add_to_queue(asked)
+    run_all(engine)
+    for request, stream in zip(asked, streams, strict=True):
+        outputs = list(stream)
+        assert [output.token for output in outputs] == list(counting(request.prompt_token_ids))[:40]
+        assert len(outputs[0].prompt_logprobs) == len(request.prompt_token_ids) - 1
+    assert engine.stats().num_free_blocks == 512
+
+
+def test_after_a_step_that_did_not_fit_the_next_ones_are_smaller_and_grow_again():
+    runner = ScriptedRunner(num_blocks=1024, max_model_len=4096)
+    memory = LittleMemory(runner, 100)
+    engine = BatchInferenceEngine(runner, max_batched_tokens=256)
+    engine.add_to_queue([ask("long", [10] * 2000, 1)])
+    run_all(engine)
+    # 256 is refused, 128 too; what follows begins at 64 and is tried above 100 once for every 50 steps
+    assert memory.refused[:2] == [256, 128]
+    assert len(memory.refused) < 6
+    memory.num_tokens = 10**6
+    engine.add_to_queue([ask("later", [11] * 3000, 200)])
+    run_all(engine)
+    engine.add_to_queue([ask("last", [12] * 300, 1)])
+    engine.step()
+    assert runner.plans[-1].num_tokens == 256
+
+
+def test_only_what_does_not_fit_into_memory_alone_fails():
+    runner = ScriptedRunner()
+
+    def refuse(plan):
+        if any(row.sequence.request.request_id == "huge" and row.end > 40 for row in plan.rows):
+            raise OutOfMemoryError("This request does not fit.")
+
+    runner.before_step = refuse
+    engine = BatchInferenceEngine(runner)
+    huge, *others = engine.add_to_queue([ask("huge", [10] * 60)] + [ask(f"r{i}", [20 + i] * 30, 10) for i in range(3)])
+    run_all(engine)
+    with pytest.raises(OutOfMemoryError, match="does not fit"):
+        tokens(huge)
+    assert [len(tokens(stream)) for stream in others] == [10, 10, 10]
+    [next_one] = engine.add_to_queue([ask("next")])
+    run_all(engine)
+    assert len(tokens(next_one)) == 5
+
+
+def test_a_lost_device_ends_the_engine(running):
+    runner = ScriptedRunner()
+
+    def lose(plan):
+        raise EngineUnavailableError("The device of this replica is lost.")
+
+    runner.before_step = lose
+    engine = running(runner)
+    died = threading.Event()
+    engine.when_dead(died.set)
+    streams = engine.add_to_queue([ask("a"), ask("b")])
+    for stream in streams:
+        with pytest.raises(EngineUnavailableError):
+            tokens(stream)
+    assert died.wait(10)
+    with pytest.raises(EngineUnavailableError):
+        engine.check_health(60)
+    for sequence in list(engine._scheduler.running):
+        engine._end(sequence, "cancelled")
+
+
+def test_an_engine_whose_steps_all_fail_is_not_healthy(running):
+    runner = ScriptedRunner()
+
+    def fail(plan):
+        time.sleep(0.02)
+        raise ValueError("broken")
+
+    runner.before_step = fail
+    engine = running(runner, max_batch_size=1)
+    streams = engine.add_to_queue([ask(f"r{i}") for i in range(40)])
+    with pytest.raises(GenerationError):
+        tokens(streams[20])
+    with pytest.raises(EngineUnavailableError, match="finished no step"):
+        engine.check_health(0.2)
+    with pytest.raises(GenerationError):
+        tokens(streams[-1])
 
 
 def test_when_the_loop_dies_every_stream_is_failed_first_and_health_says_so(running, monkeypatch):

@@ -85,6 +85,24 @@ def test_forced_preemption(family):
     engine.check()
 
 
+def test_steps_that_do_not_fit_into_memory(family, monkeypatch):
+    """Torch's own allocator refuses here what has more than three tokens."""
+    model, prompts, expected = family
+    engine = make_engine(model)
+    forward = engine.runner._forward
+    refused = []
+
+    def forward_of_three(rows, wanted):
+        if sum(len(tokens) for tokens, _ in rows) > 3:
+            refused.append(len(rows))
+            torch.empty(10**15)
+        return forward(rows, wanted)
+
+    monkeypatch.setattr(engine.runner, "_forward", forward_of_three)
+    assert run(engine, prompts) == expected
+    assert refused
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_does_not_follow_the_interface_is_refused_by_name(name):
     model = tiny_model(REFUSED[name]())
