@@ -129,9 +129,9 @@ class EventStream(Response):
         """Sends the events until they end or the client leaves."""
         async with aclosing(self._source):
             with suppress(RequestCancelledError):  # nobody is there to be told
-                await until_disconnect(receive, self._send_all(send))
+                await until_disconnect(receive, self._send_all(Request(scope), send))
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, request: Request, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async for event in self._events:
@@ -140,8 +140,9 @@ class EventStream(Response):
         except ServeAppError as error:
             logger.warning("a stream ends with an error: %s", error)
             await _send_text(send, self.failure(error))
-        except Exception:
+        except Exception as error:
             logger.exception("a stream broke")
+            record_of(request).fail(error)
             await _send_text(send, self.failure(GenerationError("Internal server error.")))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -59,8 +59,8 @@ class CallRecord:
         self.ending = FinishReason.LENGTH if FinishReason.LENGTH in reasons else FinishReason.STOP
 
     def fail(self, error: BaseException) -> None:
-        """The call ends with an error; the first one counts."""
-        if self.ending is None:
+        """The call ends with an error, perhaps after all was generated; the first one counts."""
+        if self.ending is None or self.ending in list(FinishReason):
             self.ending = ending_of(error)
 
     def as_json(self) -> dict[str, Any]:

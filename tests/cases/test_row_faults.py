@@ -1,0 +1,115 @@
+"""A fault in one request's own work, anywhere between its text and its tokens, harms no other."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from serve_app.errors import GenerationError
+from serve_app.text.detokenizer import Detokenizer
+from serve_app.text.tokenizer import Tokenizer
+from tests.api.server import ask, serving
+from tests.fakes import FIRST_BYTE, ScriptedRunner, byte_tokenizer, echo
+
+POISON = "!"
+POISON_ID = FIRST_BYTE + ord(POISON)
+ANSWER = "abcdefgh" * 12
+
+
+class FaultyDetokenizer:
+    """Breaks on one token."""
+
+    def __init__(self, detokenizer: Detokenizer) -> None:
+        self._detokenizer = detokenizer
+        self.finish = detokenizer.finish
+
+    def push(self, token_id: int) -> str:
+        if token_id == POISON_ID:
+            raise RuntimeError("secret details")
+        return self._detokenizer.push(token_id)
+
+
+class FaultyTokenizer(Tokenizer):
+    """Breaks at the poison in the named place, in a way that nobody foresaw."""
+
+    place = ""
+
+    def _pass(self, place: str, text: str) -> None:
+        if place == self.place and POISON in text:
+            raise RuntimeError("secret details")
+
+    def encode(self, text, **options):
+        self._pass("tokenizing", text)
+        return super().encode(text, **options)
+
+    def render_chat(self, messages, **options):
+        self._pass("template", str(messages))
+        return super().render_chat(messages, **options)
+
+    def token_bytes(self, token_id):
+        self._pass("rendering", POISON if token_id == POISON_ID else "")
+        return super().token_bytes(token_id)
+
+    def new_detokenizer(self, **options):
+        detokenizer = super().new_detokenizer(**options)
+        return FaultyDetokenizer(detokenizer) if self.place == "detokenizing" else detokenizer
+
+
+def fault_in_sampling(runner):
+    """The poison's row gets an error instead of a token, as for logits that are not numbers."""
+    draw = runner._draw
+
+    def faulty_draw(sequence):
+        drawn = draw(sequence)
+        return GenerationError("no valid logits") if drawn.token == POISON_ID else drawn
+
+    runner._draw = faulty_draw
+
+
+def fault_in_the_step(runner):
+    """The whole step breaks as long as the poison's row is in it."""
+
+    def before_step(plan):
+        for row in plan.rows:
+            if row.sequence.num_output_tokens == 4 and POISON_ID in row.sequence.request.prompt_token_ids:
+                raise RuntimeError("secret details")
+
+    runner.before_step = before_step
+
+
+BEFORE_THE_FIRST_TOKEN = ("tokenizing", "template")
+PLACES = (*BEFORE_THE_FIRST_TOKEN, "rendering", "detokenizing", "sampling", "step")
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_fault_in_one_row_harms_no_other(place, stream):
+    runner = ScriptedRunner(lambda prompt: echo(prompt), step_s=0.002)
+    if place == "sampling":
+        fault_in_sampling(runner)
+    if place == "step":
+        fault_in_the_step(runner)
+    tokenizer = FaultyTokenizer(byte_tokenizer("{{ messages[0].content }}"))
+    tokenizer.place = place
+    with serving(runner, tokenizer=tokenizer) as server, ThreadPoolExecutor(8) as pool:
+        begun = [threading.Event() for _ in range(3)]
+        others = [
+            pool.submit(ask, server.http, "/v1/completions", {"prompt": ANSWER, "stream": True, "max_tokens": 200}, event)
+            for event in begun
+        ]
+        assert all(event.wait(10) for event in begun)
+        chat = {"messages": [{"role": "user", "content": f"boom{POISON}{ANSWER}"}]}
+        broken = server.ask(**chat, stream=stream, max_tokens=150, logprobs=True)
+        assert [other.result().text for other in others] == [ANSWER] * 3
+        server.wait_until_idle()
+        assert "secret" not in broken.raw
+        if stream and place not in BEFORE_THE_FIRST_TOKEN:
+            assert broken.status == 200
+            assert broken.text == "boom"
+            assert broken.events[-1]["error"]["type"] == "server_error"
+        else:
+            assert broken.status == 500
+            assert broken.body["error"]["type"] == "server_error"
+        endings = sorted(record.ending for record in server.records)
+        assert endings == sorted(["stop"] * 3 + ["server_error" if place in ("sampling", "step") else "internal_error"])
+        assert server.ask("as before", max_tokens=20).text == "as before"
