@@ -7,6 +7,7 @@ the model, so batches at the door never freeze into groups that run together to 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncGenerator
 from functools import partial
@@ -19,9 +20,11 @@ from serve_app.config import EngineConfig, EngineLimits, ModelConfig, parse_sect
 from serve_app.engine.engine import EngineStats
 from serve_app.engine.request import Delivery, EngineLoad, RequestFailure, TokenOutput, UserRequest
 from serve_app.engine.stream import TokenStream
-from serve_app.errors import ServeAppError
+from serve_app.errors import EngineUnavailableError, ServeAppError
 from serve_app.loading import load_engine
 from serve_app.metrics import ReplicaMetrics
+
+logger = logging.getLogger(__name__)
 
 DRAIN_POLL_S = 0.1
 DOOR_CONCURRENCY = 1024
@@ -34,7 +37,7 @@ class EngineReplica:
     def __init__(self, model: ModelConfig, engine: EngineConfig) -> None:
         self._config = engine
         self._engine = load_engine(model=model, engine=engine)
-        self._engine.when_dead(partial(os._exit, 1))  # at once: an idle corpse would draw all calls to itself
+        self._engine.when_dead(_leave)  # at once: an idle corpse would draw all calls to itself
         self._metrics = ReplicaMetrics()
         self._senders = StepSenders()
         self.reconfigure(None)  # Serve calls it again if the YAML has a user_config
@@ -109,12 +112,20 @@ class EngineReplica:
 
     async def ready(self) -> None:
         """Raises `EngineUnavailableError` when the engine makes no progress."""
-        self.check_health()
+        self._engine.check_health(self._config.stall_timeout_s)
 
     def check_health(self) -> None:
-        """Called by Serve every few seconds: a replica that makes no progress is replaced."""
+        """Called by Serve every few seconds. A replica that makes no progress ends itself, and Serve replaces it.
+
+        Told that it is ill, Serve would let it drain first: calls that wait for a step that never ends would hang for all
+        of `graceful_shutdown_timeout_s`. When the process is gone they go on elsewhere at once.
+        """
         self._metrics.observe(self._engine.stats())
-        self._engine.check_health(self._config.stall_timeout_s)
+        try:
+            self._engine.check_health(self._config.stall_timeout_s)
+        except EngineUnavailableError:
+            logger.exception("this replica ends itself")
+            _leave()
 
     async def __del__(self) -> None:
         """Called by Serve once the replica has drained, or its time is over: lets what runs end, then stops."""
@@ -122,6 +133,10 @@ class EngineReplica:
             await asyncio.sleep(DRAIN_POLL_S)
         await self._senders.close()
         await asyncio.to_thread(self._engine.shutdown)
+
+
+def _leave() -> None:
+    os._exit(1)
 
 
 def _send(sender: StepSender, request_id: str, told: list[Delivery], delivery: Delivery) -> bool:

@@ -16,6 +16,7 @@ import pytest
 import ray
 import yaml
 from ray import serve
+from ray.cluster_utils import Cluster
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
@@ -30,8 +31,8 @@ TINY = "tiny"
 class Deployed:
     """The running applications: the built-in model at `url`, a tiny random one at `url`/tiny."""
 
-    def __init__(self, config: dict[str, Any], url: str) -> None:
-        self.config, self.url = config, url
+    def __init__(self, config: dict[str, Any], url: str, cluster: Cluster) -> None:
+        self.config, self.url, self.cluster = config, url, cluster
         self.http = httpx.Client(base_url=url, timeout=120, trust_env=False)
         self._handles: dict[str, Any] = {}
         self._loop = asyncio.new_event_loop()  # handles want a running one (serve.env)
@@ -51,13 +52,18 @@ class Deployed:
 
     def stats(self, app: str = TINY) -> EngineStats:
         """The stats of an engine replica."""
+        stats: EngineStats = self.call_engine("stats", app)
+        return stats
 
-        async def ask() -> EngineStats:
+    def call_engine(self, method: str, app: str = TINY) -> Any:
+        """Calls a method of an engine replica."""
+
+        async def call() -> Any:
             if app not in self._handles:
                 self._handles[app] = serve.get_deployment_handle("Engine", app)
-            return await self._handles[app].stats.remote()
+            return await getattr(self._handles[app], method).remote()
 
-        return asyncio.run_coroutine_threadsafe(ask(), self._loop).result(timeout=30)
+        return asyncio.run_coroutine_threadsafe(call(), self._loop).result(timeout=30)
 
     def wait_for(self, condition: Callable[[EngineStats], bool], timeout_s: float = 30) -> EngineStats:
         """Waits until the tiny engine's stats fulfil a condition; fails when that takes too long."""
@@ -117,9 +123,11 @@ def deployed(tiny_folder) -> Iterator[Deployed]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     config["http_options"]["port"] = port
-    ray.init(num_cpus=6, include_dashboard=False, log_to_driver=False, object_store_memory=200 * 1024 * 1024)
-    serve.start(http_options=config["http_options"])
-    running = Deployed(config, f"http://127.0.0.1:{port}")
+    config["proxy_location"] = "HeadOnly"  # nodes that a test adds are on this machine, where the port is taken
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 6, "object_store_memory": 200 * 1024 * 1024})
+    ray.init(address=cluster.address, log_to_driver=False)
+    serve.start(http_options=config["http_options"], proxy_location="HeadOnly")
+    running = Deployed(config, f"http://127.0.0.1:{port}", cluster)
     try:
         running.deploy()
         yield running
@@ -127,4 +135,5 @@ def deployed(tiny_folder) -> Iterator[Deployed]:
         running.http.close()
         serve.shutdown()
         ray.shutdown()
+        cluster.shutdown()
         asyncio.set_event_loop(None)

@@ -6,6 +6,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache, partial
 
 import httpx
 import psutil
@@ -32,8 +33,14 @@ def wait_for_replicas(deployed, deployment, count, timeout_s=120):
 
 
 @contextmanager
-def two_engine_replicas(deployed):
-    deployed.deploy(lambda config: deployment_of(config, "Engine")["autoscaling_config"].update(min_replicas=2))
+def two_engine_replicas(deployed, change=lambda config: None):
+    """Two replicas of the tiny engine, and a further change of the config, for as long as the block lasts."""
+
+    def with_two(config):
+        deployment_of(config, "Engine")["autoscaling_config"].update(min_replicas=2)
+        change(config)
+
+    deployed.deploy(with_two)
     try:
         wait_for_replicas(deployed, "Engine", 2)
         yield
@@ -57,9 +64,15 @@ def call(deployed, index, max_tokens, begun=None, **fields):
     return ask(deployed.http, f"/{TINY}/v1/completions", body | fields, begun)
 
 
+@cache
+def text_alone(deployed, index, max_tokens):
+    """What such a call says when nothing happens."""
+    return call(deployed, index, max_tokens).text
+
+
 def survive(deployed, kill, count=8, max_tokens=1200):
     """Calls, some streamed, that are running when `kill` is called; all must end as if it had not been."""
-    expected = [call(deployed, index, max_tokens).text for index in range(count)]
+    expected = [text_alone(deployed, index, max_tokens) for index in range(count)]
     begun = [threading.Event() for _ in range(count)]
     with ThreadPoolExecutor(count) as pool:
         calls = [
@@ -89,6 +102,41 @@ def test_streams_survive_the_death_of_their_replica(deployed):
         survive(deployed, lambda: os.kill(min(before), signal.SIGKILL))
         wait_for_replicas(deployed, "Engine", 2)
         assert min(before) not in {process.pid for process in replicas("Engine")}
+
+
+def faulty(config):
+    """Replicas that break when told to, and whose health is looked at more often."""
+    [application] = [application for application in config["applications"] if application["name"] == TINY]
+    application["import_path"] = "tests.serve.faulty:build_app"
+    application["args"]["engine"]["stall_timeout_s"] = 3
+    deployment_of(config, "Engine")["health_check_period_s"] = 1
+
+
+def test_streams_survive_an_engine_that_makes_no_progress_or_has_died(deployed):
+    """The one replica's step never ends: its health check says so. The other's loop dies: its process ends by itself."""
+    with two_engine_replicas(deployed, faulty):
+        for fault in ("wedge", "break_loop"):
+            before = {process.pid for process in replicas("Engine")}
+            assert len(before) == 2
+            survive(deployed, partial(deployed.call_engine, fault))
+            wait_for_replicas(deployed, "Engine", 2)
+            assert len(before & {process.pid for process in replicas("Engine")}) == 1
+            assert deployed.http.get(f"/{TINY}/ready").status_code == 200
+
+
+def test_streams_survive_the_loss_of_a_node(deployed):
+    """A second raylet is killed, with the engine replica that runs there."""
+
+    def one_per_node(config):
+        deployment_of(config, "Engine")["max_replicas_per_node"] = 1
+
+    node = deployed.cluster.add_node(num_cpus=2, object_store_memory=100 * 1024 * 1024)
+    try:
+        with two_engine_replicas(deployed, one_per_node):
+            survive(deployed, partial(deployed.cluster.remove_node, node, allow_graceful=False))
+    finally:
+        if node in deployed.cluster.list_all_nodes():
+            deployed.cluster.remove_node(node)
 
 
 def test_the_death_of_the_ingress_ends_its_calls_and_leaves_nothing_behind(deployed):
