@@ -93,12 +93,13 @@ class ServeEngineClient:
             return []
 
     async def check_ready(self) -> None:
-        """See `EngineClient.check_ready`."""
+        """See `EngineClient.check_ready`. Asks one replica, and the others only when that one is not ready."""
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
                 await self._ready.remote()
         except (TimeoutError, RayError, RayServeException) as error:
-            raise EngineUnavailableError("No model replica is ready.") from error
+            if None not in await self._ask_all("ready"):
+                raise EngineUnavailableError("No model replica is ready.") from error
 
 
 async def _read(response: Any, request_id: str, inbox: Inbox) -> None:

@@ -1,4 +1,4 @@
-"""Faults on real Ray: processes are killed under running streams."""
+"""Faults and changes on real Ray: what runs goes on while replicas die, drain, or are replaced."""
 
 import os
 import signal
@@ -72,11 +72,12 @@ def text_alone(deployed, index, max_tokens):
 
 def survive(deployed, kill, count=8, max_tokens=1200):
     """Calls, some streamed, that are running when `kill` is called; all must end as if it had not been."""
-    expected = [text_alone(deployed, index, max_tokens) for index in range(count)]
+    expected = [text_alone(deployed, index % 8, max_tokens) for index in range(count)]
     begun = [threading.Event() for _ in range(count)]
     with ThreadPoolExecutor(count) as pool:
         calls = [
-            pool.submit(call, deployed, index, max_tokens, begun[index], stream=index % 4 != 3) for index in range(count)
+            pool.submit(call, deployed, index % 8, max_tokens, begun[index], stream=index % 4 != 3)
+            for index in range(count)
         ]
         assert all(event.wait(60) for index, event in enumerate(begun) if index % 4 != 3)
         kill()
@@ -176,3 +177,61 @@ def test_a_call_is_cancelled_by_its_id_on_whichever_replica_it_runs(deployed):
             for running in calls:
                 assert running.result(timeout=30).events[-1]["error"]["code"] == "cancelled"
         assert deployed.http.post(f"/{TINY}/v1/cancel/c0").status_code == 404
+
+
+@contextmanager
+def steady_traffic(deployed):
+    """Ten short calls per second for as long as the block lasts; all must be answered, each by itself within seconds."""
+    stop, answers = threading.Event(), []
+
+    def ask_once():
+        started_at = time.monotonic()
+        answer = deployed.http.post(f"/{TINY}/v1/completions", json={"prompt": "x", "max_tokens": 2})
+        answers.append(
+            (answer.status_code, answer.text if answer.status_code != 200 else "", time.monotonic() - started_at)
+        )
+
+    def send():
+        with ThreadPoolExecutor(32) as pool:
+            while not stop.wait(0.1):
+                pool.submit(ask_once)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        sender.join()
+    assert answers
+    assert {(status, text) for status, text, _ in answers} == {(200, "")}
+    assert max(elapsed_s for _, _, elapsed_s in answers) < 20
+
+
+def test_br_119_50_streams_survive_reconfigure_scale_down_and_redeploy(deployed):
+    def change_everything():
+        with steady_traffic(deployed):
+            deployed.deploy(lambda config: deployment_of(config, "Engine")["user_config"].update(max_batch_size=24))
+            wait_for_replicas(deployed, "Engine", 1)  # that config is of one replica: the other drains
+            deployed.deploy(smaller_chunks)
+
+    def smaller_chunks(config):
+        [application] = [application for application in config["applications"] if application["name"] == TINY]
+        application["args"]["engine"]["max_batched_tokens"] = 64
+
+    with two_engine_replicas(deployed):
+        survive(deployed, change_everything, count=50)
+    deployed.wait_until_idle()
+
+
+def test_br_121_an_update_that_fails_leaves_the_old_replicas_at_work(deployed):
+    def no_such_model(config):
+        [application] = [application for application in config["applications"] if application["name"] == TINY]
+        application["args"]["model"]["source"] = "/nowhere"
+
+    with steady_traffic(deployed):
+        with pytest.raises(AssertionError, match="nowhere"):
+            deployed.deploy(no_such_model)
+        time.sleep(2)
+        deployed.deploy()
+    assert call(deployed, 0, 5).status == 200
