@@ -105,7 +105,7 @@ class IngressLimits(Section):
     log_prompts: bool = False
     """Whether the line that the log has for every call says what the prompt was."""
     allow_chat_template: bool = False
-    """Whether callers may bring their own chat template (it runs in a sandbox, but for as long as it likes)."""
+    """Whether callers may bring their own chat template (in a sandbox, in a process of its own, two seconds at most)."""
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> Self:

@@ -13,6 +13,7 @@ from serve_app.ingress.schema.chat import ChatMessage, ChatRequest
 from serve_app.ingress.schema.completion import CompletionRequest
 from serve_app.ingress.schema.tokens import TokenizeRequest
 from serve_app.models.facts import ModelFacts
+from serve_app.text.template_worker import TemplateWorker
 from serve_app.text.tokenizer import Tokenizer
 
 SHORT = 4_000
@@ -45,24 +46,35 @@ class Prompter:
         self._max_model_len = facts.max_model_len
         self._vocab_size = facts.vocab_size
         self._allows_templates = allows_templates
+        self._template_worker = TemplateWorker()
 
     async def chat(self, request: ChatRequest) -> list[Prompt]:
         """The one prompt of a conversation. Raises `RequestError` when the template refuses it or it cannot fit."""
-        if request.chat_template is not None and not self._allows_templates():
-            raise RequestError(
-                "chat_template: this server uses the model's own template only (allow_chat_template is off).",
-                "chat_template",
-            )
+        if request.chat_template is not None:
+            return [await self._by_callers_template(request, request.chat_template)]
         conversation = partial(
             self._conversation,
             request.messages,
             add_generation_prompt=request.opens_a_turn,
             continue_final_message=request.continue_final_message,
-            chat_template=request.chat_template,
             variables=request.chat_template_kwargs,
         )
-        is_own = request.chat_template is None  # else it is a stranger's program
-        return [await _run(conversation, on_loop=is_own and _are_short(request.messages, request.chat_template_kwargs))]
+        return [await _run(conversation, on_loop=_are_short(request.messages, request.chat_template_kwargs))]
+
+    async def _by_callers_template(self, request: ChatRequest, template: str) -> Prompt:
+        if not self._allows_templates():
+            raise RequestError(
+                "chat_template: this server uses the model's own template only (allow_chat_template is off).",
+                "chat_template",
+            )
+        rendered = await self._template_worker.render(
+            conversations=[[message.for_template() for message in request.messages]],
+            chat_template=template,
+            add_generation_prompt=request.opens_a_turn,
+            continue_final_message=request.continue_final_message,
+            **self._tokenizer.template_variables(request.chat_template_kwargs),
+        )
+        return await _run(partial(self._encode_conversation, rendered), on_loop=False)
 
     async def completion(self, request: CompletionRequest) -> list[Prompt]:
         """One prompt per element of `prompt`. Raises `RequestError` for an empty one or one that cannot fit."""
@@ -92,7 +104,6 @@ class Prompter:
         *,
         add_generation_prompt: bool,
         continue_final_message: bool,
-        chat_template: str | None = None,
         variables: Mapping[str, Any] | None = None,
         add_special_tokens: bool = False,  # the template writes them
     ) -> Prompt:
@@ -100,9 +111,11 @@ class Prompter:
             [message.for_template() for message in messages],
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            chat_template=chat_template,
             variables=variables,
         )
+        return self._encode_conversation(rendered, add_special_tokens=add_special_tokens)
+
+    def _encode_conversation(self, rendered: str, *, add_special_tokens: bool = False) -> Prompt:
         prompt = self._encode(rendered, "messages", add_special_tokens=add_special_tokens)
         if not prompt.token_ids:
             raise RequestError("The conversation gives an empty prompt.", "messages")

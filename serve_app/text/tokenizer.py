@@ -12,7 +12,10 @@ from transformers import AutoTokenizer, TokenizersBackend
 from serve_app.errors import RequestError, UnsupportedModelError
 from serve_app.text.detokenizer import Detokenizer, TokenBytes, new_detokenizer
 
-RESERVED_VARIABLES = frozenset(inspect.signature(TokenizersBackend.apply_chat_template).parameters) | {"messages"}
+RESERVED_VARIABLES = frozenset(inspect.signature(TokenizersBackend.apply_chat_template).parameters) | {
+    "messages",
+    "conversations",
+}
 """Names that a caller's template variables must not have."""
 
 
@@ -73,44 +76,53 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        chat_template: str | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The conversation as the model's chat template (or another) writes it.
+        """The conversation as the model's chat template writes it.
 
         Args:
             messages: what was said.
             add_generation_prompt: end where the assistant is to speak.
             continue_final_message: end within the last message, so that it is continued.
-            chat_template: instead of the model's own.
             variables: more variables for the template.
 
         Raises:
             RequestError: the model has no template, or the template refuses the messages.
         """
-        if chat_template is None and not self.has_chat_template:
+        if not self.has_chat_template:
             raise RequestError(
                 "This model has no chat template, so it cannot serve chat; use /v1/completions instead.", "messages"
             )
-        taken = sorted(RESERVED_VARIABLES.intersection(variables or ()))
-        if taken:
-            raise RequestError(f"chat_template_kwargs: {taken[0]} is set by other fields.", "chat_template_kwargs")
+        _check_names(variables)
         try:
             rendered = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                chat_template=chat_template,
                 **(variables or {}),
             )
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
-            param = "messages" if chat_template is None else "chat_template"
-            raise RequestError(f"The chat template refuses these messages: {error}", param) from error
+            raise RequestError(f"The chat template refuses these messages: {error}", "messages") from error
         assert isinstance(rendered, str)
         return rendered
+
+    def template_variables(self, variables: Mapping[str, Any] | None) -> dict[str, Any]:
+        """What a template of the caller's own sees besides the messages: the special tokens, and the caller's variables.
+
+        Raises:
+            RequestError: one of them has a name that is taken.
+        """
+        _check_names(variables)
+        return {**self._tokenizer.special_tokens_map, **(variables or {})}
 
     def new_detokenizer(self, *, skip_special_tokens: bool = True, shown: Sequence[str] = ()) -> Detokenizer:
         """An incremental decoder for one sequence. Special tokens give no text, but for those that are `shown`."""
         skipped = self._special_ids if skip_special_tokens else frozenset[int]()
         return new_detokenizer(self._backend, skipped - {self._backend.token_to_id(piece) for piece in shown})
+
+
+def _check_names(variables: Mapping[str, Any] | None) -> None:
+    taken = sorted(RESERVED_VARIABLES.intersection(variables or ()))
+    if taken:
+        raise RequestError(f"chat_template_kwargs: {taken[0]} is set by other fields.", "chat_template_kwargs")

@@ -13,12 +13,14 @@ from itertools import chain
 
 import httpx
 import openai
+import psutil
 import pytest
 import torch
 
 from serve_app.config import IngressLimits
 from serve_app.ingress.schema.base import parse_request
 from serve_app.ingress.schema.chat import ChatRequest
+from serve_app.text import template_worker
 from tests.api.server import MODEL, serving
 from tests.cases.tiny_server import new_tiny_model, serving_tiny_model
 from tests.fakes import EOS, ScriptedRunner, counting, echo, ids, text_tokenizer
@@ -640,6 +642,52 @@ def test_templates_of_callers(stream):
         ):
             answer = server.http.post("/v1/chat/completions", json={**mine, "chat_template": bad, "stream": stream})
             assert answer.status_code == 400, bad
+        for taken in ("messages", "conversations", "tools"):
+            with_taken = {**mine, "chat_template_kwargs": {taken: 1}}
+            assert refused(server, "/v1/chat/completions", with_taken, stream)["param"] == "chat_template_kwargs"
+
+
+PATHOLOGICAL = {
+    "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "fills the memory": "{{ 'x' * 10**11 }}",
+    "grows": "{% set ns = namespace(x='x' * 1000) %}{% for i in range(99999) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    "writes much": "{% for i in range(90000) %}{{ 'x' * 1000 }}{% endfor %}",
+    "recurses": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "one long operation": "{{ '%099999999999d' % 1 }}",
+}
+
+
+@pytest.mark.parametrize("template", PATHOLOGICAL.values(), ids=PATHOLOGICAL)
+def test_a_pathological_template_harms_nobody(template):
+    before = psutil.Process().memory_info().rss
+    with (
+        serving(ScriptedRunner(echo), limits=IngressLimits(allow_chat_template=True)) as server,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        body = {"messages": HELLO, "chat_template": template}
+        bad = pool.submit(server.http.post, "/v1/chat/completions", json=body)
+        while not bad.done():
+            started_at = time.monotonic()
+            assert server.ask("meanwhile").text == "meanwhile"
+            assert time.monotonic() - started_at < 1
+        error = bad.result().json()["error"]
+        assert bad.result().status_code == 400
+        assert error["param"] == "chat_template"
+        mine = {"messages": HELLO, "chat_template": "{{ messages[0].content }}"}
+        assert server.ask(**mine).text == "hello"
+    assert psutil.Process().memory_info().rss - before < 100 * 1024 * 1024
+
+
+def test_a_flood_of_templates_is_refused():
+    body = {"messages": HELLO, "chat_template": PATHOLOGICAL["loops"]}
+    with (
+        serving(ScriptedRunner(echo), limits=IngressLimits(allow_chat_template=True)) as server,
+        ThreadPoolExecutor(20) as pool,
+    ):
+        flood = [pool.submit(server.http.post, "/v1/chat/completions", json=body, timeout=60) for _ in range(20)]
+        refusals = [call.result().status_code for call in flood]
+        assert sorted(set(refusals)) == [400, 429]
+        assert refusals.count(400) == template_worker.MAX_WAITING
 
 
 def test_responses_and_stored_ones(server):
