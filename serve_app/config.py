@@ -100,6 +100,8 @@ class IngressLimits(Section):
     request_timeout_s: float | None = Field(default=None, gt=0)
     """No call takes longer, waiting or running: then its work ends with 504, or with an error event in a stream that has
     begun. A caller may ask for less (X-Request-Timeout-Seconds). When absent there is no limit."""
+    reader_timeout_s: float = Field(default=60.0, gt=0)
+    """A streaming caller who takes nothing for so long, while there is something for him, is cut off and his work ends."""
     step_channel: bool = True
     """Tokens come from an engine replica on the same machine as one message per step; else as one per token and call."""
     log_prompts: bool = False

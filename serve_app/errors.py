@@ -16,6 +16,7 @@ ServeAppError
 │   └── UnsupportedMediaTypeError  415
 ├── OverloadedError                429  rate_limit_error, with Retry-After
 ├── RequestCancelledError          499  the caller left or cancelled
+│   └── SlowReaderError            499  the caller does not read his stream
 ├── DeadlineError                  504  not done in the time that the caller, or the server, allows
 ├── GenerationError                500  server_error: this request's own work, or its step, failed
 │   └── OutOfMemoryError           500  its work does not fit into the device's memory, not even alone
@@ -136,6 +137,12 @@ class RequestCancelledError(ServeAppError):
     status = 499
     type = "cancelled"
     code = "cancelled"
+
+
+class SlowReaderError(RequestCancelledError):
+    """The caller has taken nothing of his stream for too long: it is cut off."""
+
+    code = "slow_reader"
 
 
 class DeadlineError(ServeAppError):

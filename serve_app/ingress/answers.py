@@ -21,6 +21,7 @@ from serve_app.errors import (
     RequestCancelledError,
     RequestError,
     ServeAppError,
+    SlowReaderError,
     UnknownRouteError,
 )
 from serve_app.ingress.call_log import record_of
@@ -111,14 +112,20 @@ class EventStream(Response):
     Args:
         events: JSON objects.
         source: what the events are made from; closed in every case, also when the client left before the first byte.
+        reader_timeout_s: how long the caller may take nothing of what is sent.
         headers: besides those that every stream has.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncIterator[dict[str, Any]], source: SupportsAclose, headers: Mapping[str, str] | None = None
+        self,
+        events: AsyncIterator[dict[str, Any]],
+        source: SupportsAclose,
+        reader_timeout_s: float,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
+        self._reader_timeout_s = reader_timeout_s
         self._events = events
         self._source = source
         self.status_code = 200
@@ -135,16 +142,27 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async for event in self._events:
-                await _send_text(send, self.frame(event))
-            await _send_text(send, self.ending())
+                await self._send_text(send, self.frame(event))
+            await self._send_text(send, self.ending())
+        except SlowReaderError as error:  # he would not read that, either
+            record_of(request).fail(error)
+            raise
         except ServeAppError as error:
             logger.warning("a stream ends with an error: %s", error)
-            await _send_text(send, self.failure(error))
+            await self._send_text(send, self.failure(error))
         except Exception as error:
             logger.exception("a stream broke")
             record_of(request).fail(error)
-            await _send_text(send, self.failure(GenerationError("Internal server error.")))
+            await self._send_text(send, self.failure(GenerationError("Internal server error.")))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_text(self, send: Send, text: str) -> None:
+        """Waits while the connection is full, but not for ever."""
+        try:
+            async with asyncio.timeout(self._reader_timeout_s):
+                await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+        except TimeoutError:
+            raise SlowReaderError(f"The caller has read nothing for {self._reader_timeout_s:g} s.") from None
 
     def frame(self, event: dict[str, Any]) -> str:
         """An event as it goes over the wire."""
@@ -181,10 +199,6 @@ class NamedEventStream(EventStream):
 
 def _json(event: dict[str, Any]) -> str:
     return json.dumps(event, ensure_ascii=False, separators=(",", ":"))
-
-
-async def _send_text(send: Send, text: str) -> None:
-    await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
 
 
 class Primed(Generic[ResultT]):

@@ -15,10 +15,10 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.engine.request import FinishReason
-from serve_app.errors import DeadlineError, RequestCancelledError, ServeAppError
+from serve_app.errors import DeadlineError, ServeAppError
 
-DISCONNECTED, DEADLINE, CANCELLED = "disconnected", "deadline", "cancelled"
-"""How a call ends before it is done: its caller left, its time was over, or somebody cancelled it by its id."""
+DISCONNECTED, DEADLINE = "disconnected", "deadline"
+"""How a call ends before it is done: its caller left, or its time was over."""
 
 logger = logging.getLogger("serve_app.calls")
 
@@ -29,7 +29,7 @@ class CallRecord:
 
     Attributes:
         started_at: on the event loop's clock, like what follows.
-        ending: `stop` or `length`; `disconnected`, `deadline`, `cancelled`; an error's code; `ok` if none was generated.
+        ending: `stop` or `length`; `disconnected`, `deadline`; an error's code (`cancelled`); `ok` if none was generated.
         prompt: set only where prompts are to be logged.
     """
 
@@ -87,8 +87,6 @@ def ending_of(error: BaseException) -> str:
     """The word for a call that ended so."""
     if isinstance(error, DeadlineError):
         return DEADLINE
-    if isinstance(error, RequestCancelledError):
-        return CANCELLED
     if isinstance(error, ServeAppError):
         return error.code or error.type
     return DISCONNECTED if isinstance(error, (asyncio.CancelledError, GeneratorExit)) else "internal_error"

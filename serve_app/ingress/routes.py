@@ -276,7 +276,7 @@ class Api:
             choices = await until_disconnect(request.receive, generation.whole())
             return JSONResponse(renderer.whole(choices, generation.usage), headers=headers)
         deltas = await until_disconnect(request.receive, Primed.wait(generation.deltas()))
-        return stream_kind(_events(generation, deltas, renderer), deltas, headers)
+        return stream_kind(_events(generation, deltas, renderer), deltas, self.limits.reader_timeout_s, headers)
 
     def _deadline(self, request: Request) -> Deadline | None:
         """The caller's, but no later than the server's. Raises `RequestError`."""

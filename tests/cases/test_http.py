@@ -843,20 +843,38 @@ def test_br_131_deadlines():
         assert later.status_code == 504  # the server's own limit is the longest
 
 
+def unread_stream(host, port, body):
+    """A connection on which a stream was asked for, and that takes little unless it is read."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect((host, int(port)))
+    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+    return connection
+
+
+def test_a_reader_who_takes_nothing_is_cut_off_and_his_work_ends():
+    runner = ScriptedRunner(lambda _: [ids("a")[0]] * 70000, max_model_len=80000, num_blocks=20000)
+    with serving(runner, limits=IngressLimits(reader_timeout_s=0.5)) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        body = json.dumps({"prompt": "a", "max_tokens": 70000, "stream": True, "logprobs": 5}).encode()
+        with unread_stream(host, port, body):
+            deadline = time.monotonic() + 30
+            while not (cut := [record for record in server.records if record.stream]):
+                assert time.monotonic() < deadline
+                assert server.ask("others", max_tokens=3).text == "aaa"
+                time.sleep(0.05)
+            [record] = cut
+            assert record.ending == "slow_reader"
+            assert record.completion_tokens < 70000
+            server.wait_until_idle()
+
+
 def test_br_091_slow_readers_slow_nobody_else_and_get_all_of_it():
     with serving(ScriptedRunner(counting, max_model_len=4096, num_blocks=8192, step_s=0.001), max_batch_size=16) as server:
         host, port = server.url.removeprefix("http://").split(":")
         body = json.dumps({"prompt": "a", "max_tokens": 2000, "stream": True, "ignore_eos": True}).encode()
         alone = server.ask("fast", stream=True, max_tokens=200)
-        slow = []
-        for _ in range(6):
-            connection = socket.socket()
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            connection.connect((host, int(port)))
-            connection.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
-            )
-            slow.append(connection)
+        slow = [unread_stream(host, port, body) for _ in range(6)]
         with ThreadPoolExecutor(4) as pool:
             fast = list(pool.map(lambda _: server.ask("fast", stream=True, max_tokens=200), range(4)))
         assert all(answer.text == alone.text for answer in fast)
