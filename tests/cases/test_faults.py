@@ -1,11 +1,12 @@
-"""A fault in one request's own work, anywhere between its text and its tokens, harms no other."""
+"""Faults, from a request's text to the engine's loop: who is harmed, and what the callers are told."""
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from serve_app.errors import GenerationError
+from serve_app.errors import GenerationError, OutOfMemoryError
 from serve_app.text.detokenizer import Detokenizer
 from serve_app.text.tokenizer import Tokenizer
 from tests.api.server import ask, serving
@@ -110,6 +111,50 @@ def test_a_fault_in_one_row_harms_no_other(place, stream):
         else:
             assert broken.status == 500
             assert broken.body["error"]["type"] == "server_error"
+        deadline = time.monotonic() + 10
+        while len(server.records) < 4:  # a call's line comes after its answer
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
         endings = sorted(record.ending for record in server.records)
         assert endings == sorted(["stop"] * 3 + ["server_error" if place in ("sampling", "step") else "internal_error"])
         assert server.ask("as before", max_tokens=20).text == "as before"
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_br_115_a_dead_loop_is_told_at_once_and_makes_the_server_unready(stream):
+    runner = ScriptedRunner(step_s=0.01)
+    with serving(runner) as server, ThreadPoolExecutor(1) as pool:
+        assert server.http.get("/ready").status_code == 200
+        running = pool.submit(server.ask, "a", stream=stream, max_tokens=400)
+        server.wait_until_running()
+        scheduler, plan = server.engine._scheduler, server.engine._scheduler.plan
+        scheduler.plan = None
+        began_at = time.monotonic()
+        told = running.result(timeout=5)
+        error = told.events[-1]["error"] if told.events else told.body["error"]
+        assert error["code"] == "engine_unavailable"
+        late = server.ask("b", stream=stream, max_tokens=4)
+        assert (late.status, late.body["error"]["code"]) == (503, "engine_unavailable")
+        assert time.monotonic() - began_at < 2
+        assert server.http.get("/ready").status_code == 503
+        assert server.http.get("/health").status_code == 200  # the ingress itself lives
+        scheduler.plan = plan
+        for sequence in list(scheduler.running):  # for the check at the end, that no block is lost
+            server.engine._end(sequence, "cancelled")
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_br_117_after_running_out_of_memory_the_next_request_is_served(stream):
+    runner = ScriptedRunner(echo)
+
+    def refuse_long_contexts(plan):
+        if any(row.end > 100 for row in plan.rows):
+            raise OutOfMemoryError("This request does not fit into the memory of the server.")
+
+    runner.before_step = refuse_long_contexts
+    with serving(runner) as server:
+        for _ in range(3):
+            broken = server.ask("x" * 200, stream=stream, max_tokens=4)
+            assert (broken.status, broken.body["error"]["type"]) == (500, "server_error")
+            assert server.ask("small", stream=stream, max_tokens=5).text == "small"
+        server.wait_until_idle()
