@@ -181,15 +181,13 @@ def test_a_call_is_cancelled_by_its_id_on_whichever_replica_it_runs(deployed):
 
 @contextmanager
 def steady_traffic(deployed):
-    """Ten short calls per second for as long as the block lasts; all must be answered, each by itself within seconds."""
+    """Ten short calls per second, of a tenant of their own, for as long as the block lasts; all must be answered."""
     stop, answers = threading.Event(), []
 
     def ask_once():
-        started_at = time.monotonic()
-        answer = deployed.http.post(f"/{TINY}/v1/completions", json={"prompt": "x", "max_tokens": 2})
-        answers.append(
-            (answer.status_code, answer.text if answer.status_code != 200 else "", time.monotonic() - started_at)
-        )
+        body = {"prompt": "x", "max_tokens": 2, "user": "traffic"}
+        answer = deployed.http.post(f"/{TINY}/v1/completions", json=body)
+        answers.append((answer.status_code, "" if answer.status_code == 200 else answer.text))
 
     def send():
         with ThreadPoolExecutor(32) as pool:
@@ -204,8 +202,7 @@ def steady_traffic(deployed):
         stop.set()
         sender.join()
     assert answers
-    assert {(status, text) for status, text, _ in answers} == {(200, "")}
-    assert max(elapsed_s for _, _, elapsed_s in answers) < 20
+    assert set(answers) == {(200, "")}
 
 
 def test_br_119_50_streams_survive_reconfigure_scale_down_and_redeploy(deployed):
