@@ -60,7 +60,8 @@ class EngineConfig(Section):
     """On CPU: `int8` rounds the rows of every product to 8 bits, with a scale per 32 values, and weights that a file does
     not hold in fewer. Faster, and less faithful: docs/operations.md says by how much."""
     stall_timeout_s: float = Field(default=60.0, gt=0)
-    """Work queued and no step finished for this long: the health check fails and Serve replaces the replica."""
+    """Work queued and no step succeeded for this long: the replica ends itself at its next health check, and Serve starts
+    another."""
 
 
 class EngineLimits(Section):

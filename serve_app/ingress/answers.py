@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from starlette.exceptions import HTTPException
@@ -133,34 +133,38 @@ class EventStream(Response):
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the events until they end or the client leaves."""
+        """Sends the events until they end, the client leaves, or he does not read."""
+        request = Request(scope)
         async with aclosing(self._source):
-            with suppress(RequestCancelledError):  # nobody is there to be told
-                await until_disconnect(receive, self._send_all(Request(scope), send))
+            try:
+                await until_disconnect(receive, self._send_all(request, send))
+            except SlowReaderError as error:
+                record_of(request).fail(error)
+            except RequestCancelledError:  # nobody is there to be told
+                pass
 
     async def _send_all(self, request: Request, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async for event in self._events:
-                await self._send_text(send, self.frame(event))
-            await self._send_text(send, self.ending())
-        except SlowReaderError as error:  # he would not read that, either
-            record_of(request).fail(error)
+                await self._send(send, self.frame(event))
+            await self._send(send, self.ending())
+        except SlowReaderError:  # he would not read that, either
             raise
         except ServeAppError as error:
             logger.warning("a stream ends with an error: %s", error)
-            await self._send_text(send, self.failure(error))
+            await self._send(send, self.failure(error))
         except Exception as error:
             logger.exception("a stream broke")
             record_of(request).fail(error)
-            await self._send_text(send, self.failure(GenerationError("Internal server error.")))
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await self._send(send, self.failure(GenerationError("Internal server error.")))
+        await self._send(send, "", is_last=True)
 
-    async def _send_text(self, send: Send, text: str) -> None:
+    async def _send(self, send: Send, text: str, *, is_last: bool = False) -> None:
         """Waits while the connection is full, but not for ever."""
         try:
             async with asyncio.timeout(self._reader_timeout_s):
-                await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+                await send({"type": "http.response.body", "body": text.encode(), "more_body": not is_last})
         except TimeoutError:
             raise SlowReaderError(f"The caller has read nothing for {self._reader_timeout_s:g} s.") from None
 

@@ -1,7 +1,8 @@
 """A process of its own for the chat templates that callers bring.
 
 A template is a program. Jinja's sandbox keeps it from the machine, but not from looping for ever or from filling the
-memory; a process can be ended, and has a limit of memory. Questions and answers are JSON, each behind its length.
+memory; a process can be ended, and has a limit of memory. What goes between the processes is JSON: nothing that a template
+could make of its answer runs in the server.
 """
 
 from __future__ import annotations
@@ -11,16 +12,17 @@ import json
 import math
 import os
 import resource
-import select
 import signal
 import subprocess
 import sys
-import time
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -33,8 +35,7 @@ MAX_WAITING = 4
 """Calls that may wait for the process; it renders one template at a time."""
 MEMORY_BYTES = 256 * 1024 * 1024
 """What the process may have beyond what it has when it is ready."""
-MAX_ANSWER_BYTES = 16 * 1024 * 1024
-LENGTH_BYTES = 4
+MAX_ANSWER_CHARACTERS = 16 * 1024 * 1024
 
 
 class TemplateWorker:
@@ -48,7 +49,7 @@ class TemplateWorker:
         self._timeout_s = timeout_s
         self._thread = ThreadPoolExecutor(1, "template")  # asks, one question after the other
         self._num_waiting = 0
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: _Process | None = None
 
     async def render(self, **arguments: Any) -> str:
         """What `render_jinja_template` makes of one conversation.
@@ -74,9 +75,8 @@ class TemplateWorker:
     def _ask(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         try:
             process = self._running()
-            assert process.stdin is not None and process.stdout is not None
-            _write(process.stdin, arguments)
-            return _answer(process.stdout, self._timeout_s)
+            process.way.send_bytes(json.dumps(arguments).encode())
+            return process.answer(self._timeout_s)
         except TimeoutError:
             self._end()
             raise RequestError(f"chat_template: it takes longer than {self._timeout_s:g} s.", "chat_template") from None
@@ -84,51 +84,49 @@ class TemplateWorker:
             self._end()
             raise RequestError("chat_template: it ended the process that rendered it.", "chat_template") from None
 
-    def _running(self) -> subprocess.Popen[bytes]:
+    def _running(self) -> _Process:
+        if self._process is not None and self._process.popen.poll() is not None:  # ended by somebody else
+            self._end()
         if self._process is None:
-            command = [sys.executable, "-m", __name__, str(math.ceil(self._timeout_s) + 1)]
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # Ray may have added to it
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-            self._finalizer = weakref.finalize(self, _kill, self._process)
-            assert self._process.stdout is not None
-            _answer(self._process.stdout, START_TIMEOUT_S)
+            self._process = _Process.start(math.ceil(self._timeout_s) + 1)
+            self._finalizer = weakref.finalize(self, self._process.end)
+            self._process.answer(START_TIMEOUT_S)
         return self._process
 
     def _end(self) -> None:
-        self._process = None
-        self._finalizer()
+        if self._process is not None:
+            self._finalizer()
+            self._process = None
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    with process:  # closes the pipes, and waits
-        process.kill()
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """The process, as the server sees it."""
 
+    popen: subprocess.Popen[bytes]
+    way: Connection
 
-def _write(pipe: BinaryIO | Any, message: Mapping[str, Any]) -> None:
-    text = json.dumps(message).encode()
-    pipe.write(len(text).to_bytes(LENGTH_BYTES, "big") + text)
-    pipe.flush()
+    @classmethod
+    def start(cls, longest_s: int) -> _Process:
+        """Starts it; its first answer says that it is ready. It ends itself when a template takes `longest_s`."""
+        ours, its = Pipe()
+        with its:
+            command = [sys.executable, "-m", __name__, str(its.fileno()), str(longest_s)]
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # Ray may have added to it
+            return cls(subprocess.Popen(command, pass_fds=[its.fileno()], env=environment), ours)
 
-
-def _answer(pipe: Any, timeout_s: float) -> dict[str, Any]:
-    """The next answer. Raises `TimeoutError`, or `EOFError` when the process is gone."""
-    deadline = time.monotonic() + timeout_s
-    length = int.from_bytes(_read(pipe, LENGTH_BYTES, deadline), "big")
-    answer: dict[str, Any] = json.loads(_read(pipe, length, deadline))
-    return answer
-
-
-def _read(pipe: Any, size: int, deadline: float) -> bytes:
-    parts = b""
-    while len(parts) < size:
-        ready, _, _ = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))
-        if not ready:
+    def answer(self, timeout_s: float) -> dict[str, Any]:
+        """Its next answer. Raises `TimeoutError`, or `EOFError` or `OSError` when it is gone."""
+        if not self.way.poll(timeout_s):
             raise TimeoutError
-        part = os.read(pipe.fileno(), size - len(parts))
-        if not part:
-            raise EOFError
-        parts += part
-    return parts
+        answer: dict[str, Any] = json.loads(self.way.recv_bytes())
+        return answer
+
+    def end(self) -> None:
+        """Ends it."""
+        self.popen.kill()
+        self.popen.wait()
+        self.way.close()
 
 
 def _render(arguments: dict[str, Any]) -> dict[str, str]:
@@ -136,26 +134,28 @@ def _render(arguments: dict[str, Any]) -> dict[str, str]:
         rendered: str = render_jinja_template(**arguments)[0][0]
     except Exception as error:  # whatever it is, it is the template's
         return {"refusal": str(error) or type(error).__name__}
-    if len(rendered) > MAX_ANSWER_BYTES:
-        return {"refusal": f"it writes more than {MAX_ANSWER_BYTES} characters"}
+    if len(rendered) > MAX_ANSWER_CHARACTERS:
+        return {"refusal": f"it writes more than {MAX_ANSWER_CHARACTERS} characters"}
     return {"rendered": rendered}
 
 
-def main() -> None:
-    """The process: answers until its standard input ends, or a template takes longer than the argument's seconds."""
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nothing else gets between the answers
+def main(descriptor: int, longest_s: int) -> None:
+    """The process: answers until the other end of its way is closed, or a template takes longer than `longest_s`."""
+    way = Connection(descriptor)
     pages = Path("/proc/self/statm").read_text().split()[0]
     limit = int(pages) * resource.getpagesize() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    _write(answers, {})
-    while header := sys.stdin.buffer.read(LENGTH_BYTES):
-        question = json.loads(sys.stdin.buffer.read(int.from_bytes(header, "big")))
-        signal.alarm(int(sys.argv[1]))  # also when nobody is left who would end it
+    answer: dict[str, str] = {}  # the first: ready
+    while True:
+        way.send_bytes(json.dumps(answer).encode())
+        try:
+            question = json.loads(way.recv_bytes())
+        except EOFError:
+            return
+        signal.alarm(longest_s)  # also when nobody is left who would end it
         answer = _render(question)
         signal.alarm(0)
-        _write(answers, answer)
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]), int(sys.argv[2]))

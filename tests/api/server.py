@@ -105,6 +105,14 @@ class Server:
         assert whole.same == streamed.same
         return streamed
 
+    def wait_for_records(self, count: int, timeout_s: float = 10.0) -> list[CallRecord]:
+        """The first `count` records; a call's own comes after its answer. Fails when that takes too long."""
+        deadline = time.monotonic() + timeout_s
+        while len(self.records) < count:
+            assert time.monotonic() < deadline, self.records
+            time.sleep(0.005)
+        return self.records[:count]
+
     def wait_until_running(self, timeout_s: float = 5.0) -> None:
         """Waits until a request runs; fails when that takes too long."""
         deadline = time.monotonic() + timeout_s

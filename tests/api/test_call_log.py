@@ -2,7 +2,6 @@
 
 import json
 import logging
-import time
 
 import pytest
 
@@ -13,14 +12,6 @@ from tests.api.server import MODEL, serving
 from tests.fakes import ScriptedRunner, echo
 
 KEY = "sk-of-this-test"
-
-
-def last_record(server, count):
-    deadline = time.monotonic() + 5
-    while len(server.records) < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    return server.records[count - 1]
 
 
 @pytest.fixture
@@ -39,7 +30,7 @@ def test_a_line_says_who_what_and_how_long_and_not_the_prompt(server, caplog, st
         json={"prompt": "a secret", "max_tokens": 3, "stream": stream},
         headers={"X-Request-Id": "call-1"},
     )
-    record = last_record(server, 1)
+    record = server.wait_for_records(1)[-1]
     with caplog.at_level(logging.INFO, "serve_app.calls"):
         write(record)
     line = json.loads(caplog.records[-1].message)
@@ -64,7 +55,7 @@ def test_a_line_says_who_what_and_how_long_and_not_the_prompt(server, caplog, st
 def test_prompts_are_logged_where_they_are_asked_for(server):
     server.api.limits = server.api.limits.model_copy(update={"log_prompts": True})
     server.ask("a secret", max_tokens=3)
-    assert last_record(server, 1).as_json()["prompt"] == "a secret"
+    assert server.wait_for_records(1)[-1].as_json()["prompt"] == "a secret"
 
 
 def test_every_other_ending_has_its_word(server):
@@ -78,17 +69,17 @@ def test_every_other_ending_has_its_word(server):
     ]
     for index, (method, path, body, ending) in enumerate(calls):
         answer = server.http.request(method, path, json=body)
-        record = last_record(server, index + 1)
+        record = server.wait_for_records(index + 1)[-1]
         assert record.status == answer.status_code
         assert record.ending == ending
     server.http.headers["Authorization"] = "Bearer wrong"
     assert server.http.get("/v1/models").status_code == 401
-    record = last_record(server, len(calls) + 1)
+    record = server.wait_for_records(len(calls) + 1)[-1]
     assert (record.ending, record.key) == ("invalid_api_key", None)
 
 
 def test_a_probe_that_is_answered_has_no_line(caplog, server):
     server.http.get("/health")
     with caplog.at_level(logging.INFO, "serve_app.calls"):
-        write(last_record(server, 1))
+        write(server.wait_for_records(1)[-1])
     assert not caplog.records

@@ -678,6 +678,18 @@ def test_a_pathological_template_harms_nobody(template):
     assert psutil.Process().memory_info().rss - before < 100 * 1024 * 1024
 
 
+def test_a_template_process_that_somebody_ended_is_started_again():
+    mine = {"messages": HELLO, "chat_template": "{{ messages[0].content }}"}
+    with serving(ScriptedRunner(echo), limits=IngressLimits(allow_chat_template=True)) as server:
+        for _ in range(3):
+            assert server.ask(**mine).text == "hello"
+            workers = [child for child in psutil.Process().children() if template_worker.__name__ in child.cmdline()]
+            assert workers
+            for worker in workers:
+                worker.kill()
+                psutil.Process(worker.pid).wait(5)
+
+
 def test_a_flood_of_templates_is_refused():
     body = {"messages": HELLO, "chat_template": PATHOLOGICAL["loops"]}
     with (
@@ -853,7 +865,7 @@ def unread_stream(host, port, body):
 
 
 def test_a_reader_who_takes_nothing_is_cut_off_and_his_work_ends():
-    runner = ScriptedRunner(lambda _: [ids("a")[0]] * 70000, max_model_len=80000, num_blocks=20000)
+    runner = ScriptedRunner(lambda _: [ids("a")[0]] * 70000, max_model_len=80000, num_blocks=20000, step_s=0.001)
     with serving(runner, limits=IngressLimits(reader_timeout_s=0.5)) as server:
         host, port = server.url.removeprefix("http://").split(":")
         body = json.dumps({"prompt": "a", "max_tokens": 70000, "stream": True, "logprobs": 5}).encode()

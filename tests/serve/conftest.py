@@ -78,10 +78,16 @@ class Deployed:
         self.wait_for(lambda s: not s.num_running and not s.num_waiting and s.num_free_blocks == s.num_blocks, timeout_s)
 
 
+def application_of(config: dict[str, Any], name: str = TINY) -> dict[str, Any]:
+    """An application's section of a config, to be changed."""
+    [application] = [application for application in config["applications"] if application["name"] == name]
+    found: dict[str, Any] = application
+    return found
+
+
 def deployment_of(config: dict[str, Any], name: str, app: str = TINY) -> dict[str, Any]:
     """A deployment's section of a config, to be changed."""
-    [application] = [a for a in config["applications"] if a["name"] == app]
-    [deployment] = [d for d in application["deployments"] if d["name"] == name]
+    [deployment] = [d for d in application_of(config, app)["deployments"] if d["name"] == name]
     return deployment
 
 

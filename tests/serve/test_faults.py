@@ -14,7 +14,7 @@ import pytest
 from ray import serve
 
 from tests.api.server import ask
-from tests.serve.conftest import TINY, deployment_of
+from tests.serve.conftest import TINY, application_of, deployment_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own, while it runs in this process
 
@@ -107,7 +107,7 @@ def test_streams_survive_the_death_of_their_replica(deployed):
 
 def faulty(config):
     """Replicas that break when told to, and whose health is looked at more often."""
-    [application] = [application for application in config["applications"] if application["name"] == TINY]
+    application = application_of(config)
     application["import_path"] = "tests.serve.faulty:build_app"
     application["args"]["engine"]["stall_timeout_s"] = 3
     deployment_of(config, "Engine")["health_check_period_s"] = 1
@@ -213,8 +213,7 @@ def test_br_119_50_streams_survive_reconfigure_scale_down_and_redeploy(deployed)
             deployed.deploy(smaller_chunks)
 
     def smaller_chunks(config):
-        [application] = [application for application in config["applications"] if application["name"] == TINY]
-        application["args"]["engine"]["max_batched_tokens"] = 64
+        application_of(config)["args"]["engine"]["max_batched_tokens"] = 64
 
     with two_engine_replicas(deployed):
         survive(deployed, change_everything, count=50)
@@ -223,8 +222,7 @@ def test_br_119_50_streams_survive_reconfigure_scale_down_and_redeploy(deployed)
 
 def test_br_121_an_update_that_fails_leaves_the_old_replicas_at_work(deployed):
     def no_such_model(config):
-        [application] = [application for application in config["applications"] if application["name"] == TINY]
-        application["args"]["model"]["source"] = "/nowhere"
+        application_of(config)["args"]["model"]["source"] = "/nowhere"
 
     with steady_traffic(deployed):
         with pytest.raises(AssertionError, match="nowhere"):

@@ -11,7 +11,7 @@ import ray
 from ray import serve
 
 from tests.api.server import ask
-from tests.serve.conftest import TINY, deployment_of
+from tests.serve.conftest import TINY, application_of, deployment_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own, while it runs in this process
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
@@ -220,8 +220,7 @@ def test_a_draining_replica_lets_its_streams_end(deployed):
     assert begun.wait(30)  # not the stats: another replica may give them, and late
 
     def larger_chunks(config):
-        [application] = [a for a in config["applications"] if a["name"] == TINY]
-        application["args"]["engine"]["max_batched_tokens"] = 64
+        application_of(config)["args"]["engine"]["max_batched_tokens"] = 64
 
     deployed.deploy(larger_chunks)
     streaming.join(60)
