@@ -52,16 +52,12 @@ class Deployed:
 
     def stats(self, app: str = TINY) -> EngineStats:
         """The stats of an engine replica."""
-        stats: EngineStats = self.call_engine("stats", app)
-        return stats
 
-    def call_engine(self, method: str, app: str = TINY) -> Any:
-        """Calls a method of an engine replica."""
-
-        async def call() -> Any:
+        async def call() -> EngineStats:
             if app not in self._handles:
                 self._handles[app] = serve.get_deployment_handle("Engine", app)
-            return await getattr(self._handles[app], method).remote()
+            stats: EngineStats = await self._handles[app].stats.remote()
+            return stats
 
         return asyncio.run_coroutine_threadsafe(call(), self._loop).result(timeout=30)
 

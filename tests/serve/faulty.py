@@ -3,26 +3,46 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 from ray.serve import Application
 
 from serve_app import app
+from serve_app.config import EngineConfig, ModelConfig
 from serve_app.replica import EngineReplica
+
+FAULTS = ("wedge", "break_loop")
 
 
 class FaultyReplica(EngineReplica):
-    """An engine replica with two faults to choose from."""
+    """An engine replica with two faults to choose from, by a file of their name in the model's folder.
 
-    async def wedge(self) -> None:
-        """From now on no step ends."""
+    The replica whose step finds the file takes it, and breaks: one of them, and one that is at work.
+    """
+
+    def __init__(self, model: ModelConfig, engine: EngineConfig) -> None:
+        super().__init__(model, engine)
         runner: Any = self._engine.runner
-        runner.run = lambda plan: time.sleep(3600)
-
-    async def break_loop(self) -> None:
-        """The next step ends the engine's thread."""
         scheduler: Any = self._engine._scheduler
-        scheduler.plan = None
+        run = runner.run
+
+        def run_or_break(plan: Any) -> Any:
+            if _taken(Path(model.source) / "wedge"):
+                time.sleep(3600)  # no step ends any more
+            if _taken(Path(model.source) / "break_loop"):
+                scheduler.plan = None  # the engine's thread ends after this step
+            return run(plan)
+
+        runner.run = run_or_break
+
+
+def _taken(file: Path) -> bool:
+    try:
+        file.unlink()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def build_app(args: dict[str, Any]) -> Application:

@@ -15,6 +15,7 @@ from ray import serve
 
 from tests.api.server import ask
 from tests.serve.conftest import TINY, application_of, deployment_of
+from tests.serve.faulty import FAULTS
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own, while it runs in this process
 
@@ -67,7 +68,9 @@ def call(deployed, index, max_tokens, begun=None, **fields):
 @cache
 def text_alone(deployed, index, max_tokens):
     """What such a call says when nothing happens."""
-    return call(deployed, index, max_tokens).text
+    answer = call(deployed, index, max_tokens)
+    assert answer.status == 200
+    return answer.text
 
 
 def survive(deployed, kill, count=8, max_tokens=1200):
@@ -113,13 +116,14 @@ def faulty(config):
     deployment_of(config, "Engine")["health_check_period_s"] = 1
 
 
-def test_streams_survive_an_engine_that_makes_no_progress_or_has_died(deployed):
+def test_streams_survive_an_engine_that_makes_no_progress_or_has_died(deployed, tiny_folder):
     """The one replica's step never ends: its health check says so. The other's loop dies: its process ends by itself."""
     with two_engine_replicas(deployed, faulty):
-        for fault in ("wedge", "break_loop"):
+        for fault in FAULTS:
             before = {process.pid for process in replicas("Engine")}
             assert len(before) == 2
-            survive(deployed, partial(deployed.call_engine, fault))
+            survive(deployed, (tiny_folder / fault).touch)
+            assert not (tiny_folder / fault).exists()
             wait_for_replicas(deployed, "Engine", 2)
             assert len(before & {process.pid for process in replicas("Engine")}) == 1
             assert deployed.http.get(f"/{TINY}/ready").status_code == 200
