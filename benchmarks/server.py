@@ -137,11 +137,11 @@ def serve_switches() -> dict[str, str]:
 
 
 @contextmanager
-def ray_serve(config: dict[str, Any], port: int) -> Iterator[Server]:
-    """Runs `serve run` with a config, under the switches of serve.env as `make serve` does."""
+def ray_serve(config: dict[str, Any], port: int, environment: Mapping[str, str] | None = None) -> Iterator[Server]:
+    """Runs `serve run` with a config, under the switches of serve.env as `make serve` does, and further variables."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.yaml"
         path.write_text(yaml.safe_dump(config))
         command = [str(Path(sys.executable).parent / "serve"), "run", "--app-dir", str(ROOT), str(path)]
-        with running(command, f"http://127.0.0.1:{port}", environment=serve_switches()) as server:
+        with running(command, f"http://127.0.0.1:{port}", environment=serve_switches() | dict(environment or {})) as server:
             yield server

@@ -282,7 +282,7 @@ class BatchInferenceEngine:
         biased = next((t for t, _ in request.sampling.logit_bias if not 0 <= t < self._runner.vocab_size), None)
         if biased is not None:
             return RequestError(f"logit_bias: token id {biased} is not in the vocabulary.", "logit_bias")
-        return self._overload(num_prompt + num_new)
+        return None if request.is_continuation else self._overload(num_prompt + num_new)
 
     def _overload(self, num_tokens: int) -> OverloadedError | None:
         limit, backlog = self._max_waiting_tokens, self._num_waiting_tokens

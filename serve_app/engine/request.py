@@ -128,6 +128,8 @@ class UserRequest:
     """A tenant of weight 2 gets twice the tokens of one of weight 1 when both want more than there is. Above 0."""
     output_token_ids: tuple[int, ...] = ()
     """Tokens that were drawn for it before, by another engine: it goes on behind them. `max_tokens` counts them too."""
+    is_continuation: bool = False
+    """Whether another engine began it. It was admitted there, and is not refused for what waits here."""
     call_id: str = ""
     """The caller's name of the call that it is a part of; several requests, of several tenants, may have the same."""
     timeout_s: float | None = None

@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.engine.request import FinishReason
 from serve_app.errors import DeadlineError, ServeAppError
+from serve_app.ingress.schema.generation import REQUEST_ID
 
+REQUEST_ID_HEADER = "X-Request-Id"
+"""The caller's name for a call, or the one that Serve gives it."""
 DISCONNECTED, DEADLINE = "disconnected", "deadline"
 """How a call ends before it is done: its caller left, or its time was over."""
 
@@ -116,7 +121,8 @@ class CallLog:
             await self._app(scope, receive, send)
             return
         clock = asyncio.get_running_loop().time
-        record = CallRecord(scope["method"], scope["path"], clock())
+        named = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
+        record = CallRecord(scope["method"], scope["path"], clock(), named if re.fullmatch(REQUEST_ID, named) else None)
         scope.setdefault("state", {})["record"] = record
         is_whole = False
 

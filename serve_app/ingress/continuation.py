@@ -96,6 +96,7 @@ def _continued(request: UserRequest, tokens: list[int], attempt: int, elapsed_s:
         request,
         request_id=f"{request.request_id}~{attempt}",
         output_token_ids=tuple(tokens),
+        is_continuation=True,
         sampling=sampling,
         timeout_s=timeout_s,
     )

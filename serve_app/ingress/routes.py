@@ -31,7 +31,7 @@ from serve_app.ingress.answers import (
     until_disconnect,
 )
 from serve_app.ingress.body import read_json
-from serve_app.ingress.call_log import CallLog, CallRecord, record_of, write
+from serve_app.ingress.call_log import REQUEST_ID_HEADER, CallLog, CallRecord, record_of, write
 from serve_app.ingress.engine_client import EngineClient
 from serve_app.ingress.generation import ChoiceDelta, Deadline, Generation
 from serve_app.ingress.openapi import describe, page
@@ -44,12 +44,11 @@ from serve_app.ingress.schema.completion import CompletionRequest
 from serve_app.ingress.schema.generation import REQUEST_ID, GenerationRequest
 from serve_app.ingress.schema.responses import ResponsesRequest
 from serve_app.ingress.schema.tokens import DetokenizeRequest, TokenizeRequest
+from serve_app.ingress.serve_headers import timeout_of
 from serve_app.models.facts import ModelFacts
 from serve_app.text.tokenizer import Tokenizer
 
 VERSION = version("serve_app")
-REQUEST_ID_HEADER = "X-Request-Id"
-TIMEOUT_HEADER = "X-Request-Timeout-Seconds"
 
 
 SchemaT = TypeVar("SchemaT", bound=Schema)
@@ -280,12 +279,7 @@ class Api:
 
     def _deadline(self, request: Request) -> Deadline | None:
         """The caller's, but no later than the server's. Raises `RequestError`."""
-        header = request.headers.get(TIMEOUT_HEADER)
-        limits = [] if self.limits.request_timeout_s is None else [self.limits.request_timeout_s]
-        if header is not None:
-            if re.fullmatch(r"\d{1,9}(\.\d{1,9})?", header) is None or float(header) == 0:
-                raise RequestError(f"{TIMEOUT_HEADER} must be a number of seconds above 0.", TIMEOUT_HEADER)
-            limits.append(float(header))
+        limits = [seconds for seconds in (timeout_of(request), self.limits.request_timeout_s) if seconds is not None]
         return Deadline.after(min(limits)) if limits else None
 
     def _check_model(self, name: str) -> None:
@@ -304,10 +298,10 @@ class Api:
 
 def _request_id(request: Request, given: str | None) -> str:
     """The caller's name for the call: the body's, else the header's (Serve sets one if the caller does not), or new."""
-    header = request.headers.get(REQUEST_ID_HEADER)
-    if header is not None and re.fullmatch(REQUEST_ID, header) is None:
+    named = record_of(request).request_id
+    if named is None and REQUEST_ID_HEADER in request.headers:
         raise RequestError(f"{REQUEST_ID_HEADER} must match {REQUEST_ID}.", REQUEST_ID_HEADER)
-    return given or header or uuid.uuid4().hex
+    return given or named or uuid.uuid4().hex
 
 
 async def _events(

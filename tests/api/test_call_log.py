@@ -52,6 +52,19 @@ def test_a_line_says_who_what_and_how_long_and_not_the_prompt(server, caplog, st
     assert KEY not in caplog.text
 
 
+def test_a_refused_call_has_its_id_too(server):
+    for path, body, key in (
+        ("/v1/completions", {"nonsense": 1}, KEY),
+        ("/v1/completions", {"prompt": "x"}, "sk-wrong"),
+        ("/v1/nowhere", {}, KEY),
+    ):
+        headers = {"X-Request-Id": f"call{path}".replace("/", "."), "Authorization": f"Bearer {key}"}
+        assert server.http.post(path, json=body, headers=headers).status_code in (400, 401, 404)
+        record = server.wait_for_records(1)[-1]
+        assert record.request_id == headers["X-Request-Id"]
+        server.records.clear()
+
+
 def test_prompts_are_logged_where_they_are_asked_for(server):
     server.api.limits = server.api.limits.model_copy(update={"log_prompts": True})
     server.ask("a secret", max_tokens=3)

@@ -372,6 +372,16 @@ def test_overload_is_refused_with_a_computed_retry_after():
     assert engine.stats().num_waiting_tokens == 0
 
 
+def test_what_another_engine_has_begun_is_not_refused():
+    engine = BatchInferenceEngine(ScriptedRunner(), max_batch_size=1, max_waiting_tokens=300)
+    others = engine.add_to_queue([ask("running"), ask("waiting", max_tokens=290)])
+    begun = replace(ask("begun", max_tokens=50), output_token_ids=(11, 12), is_continuation=True)
+    [stream] = engine.add_to_queue([begun])
+    run_all(engine)
+    assert len(tokens(stream)) == 48
+    assert all(tokens(other) for other in others)
+
+
 def test_a_request_larger_than_the_budget_is_served_when_nothing_waits():
     engine = BatchInferenceEngine(ScriptedRunner(), max_waiting_tokens=10)
     [stream] = engine.add_to_queue([ask("a", max_tokens=100)])

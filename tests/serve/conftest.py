@@ -7,9 +7,9 @@ import copy
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import pytest
@@ -26,6 +26,7 @@ from tests.families import FAMILIES, tiny_model
 
 YAML = Path(__file__).parents[2] / "serve_config.yaml"
 TINY = "tiny"
+ResultT = TypeVar("ResultT")
 
 
 class Deployed:
@@ -59,7 +60,11 @@ class Deployed:
             stats: EngineStats = await self._handles[app].stats.remote()
             return stats
 
-        return asyncio.run_coroutine_threadsafe(call(), self._loop).result(timeout=30)
+        return self.run(call(), 30)
+
+    def run(self, work: Coroutine[Any, Any, ResultT], timeout_s: float) -> ResultT:
+        """Runs a coroutine on the loop to which the handles belong."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=timeout_s)
 
     def wait_for(self, condition: Callable[[EngineStats], bool], timeout_s: float = 30) -> EngineStats:
         """Waits until the tiny engine's stats fulfil a condition; fails when that takes too long."""

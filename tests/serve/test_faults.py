@@ -4,15 +4,19 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, partial
 
+import aiohttp
 import httpx
 import psutil
 import pytest
 from ray import serve
 
+from benchmarks.callers import Crowd, catalog, invalid_calls
+from benchmarks.chaos import Watch, bring_chaos, engines_at_rest
 from tests.api.server import ask
 from tests.serve.conftest import TINY, application_of, deployment_of
 from tests.serve.faulty import FAULTS
@@ -234,3 +238,29 @@ def test_br_121_an_update_that_fails_leaves_the_old_replicas_at_work(deployed):
         time.sleep(2)
         deployed.deploy()
     assert call(deployed, 0, 5).status == 200
+
+
+def test_chaos_in_small(deployed):
+    """`make chaos` in half a minute: callers of all kinds, two replicas killed, every answer checked."""
+
+    async def run():
+        watch = Watch(lambda: [process.pid for process in psutil.Process().children(recursive=True)], TINY)
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        async with aiohttp.ClientSession(connector=connector) as session:
+            model = deployed.http.get(f"/{TINY}/v1/models").json()["data"][0]["id"]
+            url, calls, invalid = f"{deployed.url}/{TINY}", catalog(model, 32), invalid_calls(model)
+            crowd = Crowd(session, url, calls, invalid, seed=0, patience_s=0.6)
+            await crowd.learn(lambda done: None)
+            reports, kills, _ = await bring_chaos(crowd, watch, seconds=36, rate=16, kill_every_s=12, seed=0)
+        return reports, kills, await engines_at_rest(TINY)
+
+    with two_engine_replicas(deployed):
+        reports, kills, held = deployed.run(run(), 300)
+        wait_for_replicas(deployed, "Engine", 2)
+    assert len(kills) == 2
+    assert all(kill.num_running_calls for kill in kills)
+    assert not [fault for report in reports for fault in report.faults]
+    assert not held
+    endings = Counter(report.ending for report in reports)
+    assert endings["complete"] > len(reports) // 3
+    assert {"left", "cancelled", "deadline_exceeded", "invalid_request_error"} <= set(endings)

@@ -10,7 +10,7 @@ import pytest
 import ray
 from ray import serve
 
-from tests.api.server import ask
+from tests.api.server import ask, read_events
 from tests.serve.conftest import TINY, application_of, deployment_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own, while it runs in this process
@@ -44,6 +44,20 @@ def test_openai_client(deployed):
         with pytest.raises(openai.BadRequestError) as long:
             client.completions.create(model="smollm2-135m-instruct", prompt=[5] * 9000)
         assert long.value.code == "context_length_exceeded"
+
+
+def test_a_deadline_ends_a_call_with_an_answer(deployed):
+    """Serve knows that header too, and would cut the connection."""
+    body = {"prompt": "x", "max_tokens": 3000, "ignore_eos": True, "temperature": 0}
+    headers = {"X-Request-Timeout-Seconds": "0.5", "X-Request-Disconnect-Disabled": "?1"}
+    whole = deployed.http.post(f"/{TINY}/v1/completions", json=body, headers=headers)
+    assert (whole.status_code, whole.json()["error"]["code"]) == (504, "deadline_exceeded")
+    streamed = deployed.http.post(f"/{TINY}/v1/completions", json={**body, "stream": True}, headers=headers)
+    assert streamed.status_code == 200
+    assert read_events(streamed.text)[-1]["error"]["code"] == "deadline_exceeded"
+    wrong = deployed.http.post(f"/{TINY}/v1/completions", json=body, headers={"X-Request-Timeout-Seconds": "soon"})
+    assert wrong.json()["error"]["param"] == "X-Request-Timeout-Seconds"
+    deployed.wait_until_idle()
 
 
 def test_health_ready_and_models(deployed):
