@@ -324,7 +324,8 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=8126)
     args = parser.parse_args()
     folder = tempfile.mkdtemp(prefix="chaos-")  # the session's own: its log is read, and other Rays are left alone
-    os.environ |= {"RAY_TMPDIR": folder, **serve_switches()}  # before Ray is imported
+    # before Ray is imported; without the last, a thread of a handle would start another Ray when this one is gone
+    os.environ |= {"RAY_TMPDIR": folder, **serve_switches(), "RAY_ENABLE_AUTO_CONNECT": "0"}
     tempfile.tempdir = folder
     try:
         with ray_serve(chaos_config(args.port, args.budget), args.port) as server:
@@ -333,13 +334,13 @@ def main() -> int:
             ray.init(address="auto", namespace="serve", log_to_driver=False, logging_level="WARNING")
             server.settle()
             found = uvloop.run(run(server, args))
+            (RESULTS / "chaos.json").write_text(json.dumps(found, indent=1))
+            print(table(found))
+            for fault in [*found["faults"], *found["log_faults"], *found["held"]][:20]:
+                print(fault[:400])
             ray.shutdown()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    (RESULTS / "chaos.json").write_text(json.dumps(found, indent=1))
-    print(table(found))
-    for fault in [*found["faults"], *found["log_faults"], *found["held"]][:20]:
-        print(fault[:400])
     is_flat = max(found["growth"]) <= GROWTH
     return 0 if is_flat and not (found["faults"] or found["log_faults"] or found["held"]) else 1
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import Callable, Sequence
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from serve_app.engine.request import TokenLogprobs, UserRequest
 from serve_app.engine.runner import Draw, StepResult
 from serve_app.engine.scheduler import StepPlan
+from serve_app.engine.stop_flag import StepInterruptedError
 from serve_app.errors import ServeAppError
 from serve_app.text.detokenizer import BYTE_OF
 from serve_app.text.tokenizer import Tokenizer
@@ -100,14 +101,20 @@ class ScriptedRunner:
         self.before_step: Callable[[StepPlan], None] | None = None
         self.row_errors: dict[str, ServeAppError] = {}
         self._written: dict[UserRequest, Sequence[int]] = {}
+        self._is_interrupted = threading.Event()
+
+    def interrupt(self) -> None:
+        """See `Runner.interrupt`."""
+        self._is_interrupted.set()
 
     def run(self, plan: StepPlan) -> StepResult:
         """See `Runner.run`."""
         self.plans.append(plan)
         if self.before_step is not None:
             self.before_step(plan)
-        if self.step_s:
-            time.sleep(self.step_s)
+        self._is_interrupted.clear()
+        if self.step_s and self._is_interrupted.wait(self.step_s):
+            raise StepInterruptedError
         scored = {
             row.sequence.request.request_id: [
                 self._logprobs(row.sequence.token_ids[i], row.sequence.request.sampling.prompt_logprobs)

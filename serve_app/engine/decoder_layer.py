@@ -59,7 +59,8 @@ class NativeDecoderLayers(nn.Module):
                 set_cache(arguments, self._caches[part.layer_idx])
         set_step(self._attentions[0], attention_step.layout)  # the kernel gives it to all
         hidden = hidden_states.to(torch.float32, copy=True)
-        return self.kernels.decoder_layers_(self._layers, self._attentions, hidden, cos, sin).to(hidden_states.dtype)
+        stop = attention_step.stop
+        return self.kernels.decoder_layers_(self._layers, self._attentions, hidden, cos, sin, stop).to(hidden_states.dtype)
 
 
 class NativeLayer:

@@ -25,6 +25,7 @@ from serve_app.engine.runner import Draw, Runner, StepResult
 from serve_app.engine.scheduler import PlannedRow, Scheduler, StepPlan
 from serve_app.engine.sequence import Sequence
 from serve_app.engine.status import Status
+from serve_app.engine.stop_flag import StepInterruptedError
 from serve_app.engine.stream import TokenStream, deliver
 from serve_app.errors import (
     ContextLengthError,
@@ -42,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 MANY_ENDED = 1000
 """Deadlines of ended requests that may lie about before they are swept away."""
+LOST_SHARE, MOST_LOST_S = 0.1, 0.5
+"""Of the time that steps take so much may be lost in steps that are given up; so many seconds of it may be saved up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +111,13 @@ class BatchInferenceEngine:
             prefix_cache=prefix_cache,
         )
         self._max_waiting_tokens = max_waiting_tokens
-        self._inbox = threading.Condition()  # guards the next five and _num_waiting_tokens; never held while the model runs
+        self._inbox = threading.Condition()  # guards the next six and _num_waiting_tokens; never held while the model runs
         self._arrivals: deque[Sequence] = deque()
         self._departures: set[str] = set()
         self._streams: dict[str, TokenStream] = {}
         self._calls: dict[str, UserRequest] = {}
         self._closed: ServeAppError | None = None
+        self._interruptible: frozenset[str] = frozenset()  # tenants of the running step; empty: it is not to be given up
         self._sequences: dict[str, Sequence] = {}
         self._deadlines: list[tuple[float, int, Sequence]] = []  # a heap; those that have ended since are passed by
         self._thread: threading.Thread | None = None
@@ -127,6 +131,7 @@ class BatchInferenceEngine:
         self._last_batch_size = 0
         self._tokens_per_s = 0.0
         self._last_progress_at = time.monotonic()
+        self._may_lose_s = 0.0
 
     @classmethod
     def launch(cls, make_runner: Callable[[], Runner], **settings: Any) -> Self:
@@ -164,6 +169,9 @@ class BatchInferenceEngine:
     def add_to_queue(self, requests: Iterable[UserRequest]) -> list[TokenStream]:
         """Queues requests, all in time for the same step, and returns their token streams, in order.
 
+        A step in which their tenant has no part is given up for them, so that a tenant's flood does not let the others wait
+        for its steps; it is computed again later. See `LOST_SHARE` for how often.
+
         A request that is refused gets a stream that raises its error; it harms no other. Returns at once.
         """
         loop, arrival = _running_loop(), threading.Condition()
@@ -178,6 +186,8 @@ class BatchInferenceEngine:
                     self._num_waiting_tokens += request.num_tokens_at_most
                     self._streams[request.request_id] = stream
                     self._calls[request.request_id] = request
+                    if self._interruptible and request.tenant not in self._interruptible:
+                        self._runner.interrupt()
                 else:
                     stream.put(RequestFailure(request.request_id, error))
                 streams.append(stream)
@@ -379,15 +389,27 @@ class BatchInferenceEngine:
     def _run(self, plan: StepPlan) -> list[Delivery]:
         started_at = time.monotonic()
         self._leave_queue(row.sequence for row in plan.rows)
-        told = self._compute(plan)
+        if self._may_lose_s > 0:
+            self._let_interrupt({row.sequence.request.tenant for row in plan.rows})
+        try:
+            told = self._compute(plan)
+        except StepInterruptedError:
+            self._may_lose_s -= time.monotonic() - started_at
+            return []
+        finally:
+            self._let_interrupt(())
         self._record(plan, time.monotonic() - started_at)
         return told
+
+    def _let_interrupt(self, tenants: Iterable[str]) -> None:
+        with self._inbox:  # once it is released, no caller interrupts for the former reason
+            self._interruptible = frozenset(tenants)
 
     def _compute(self, plan: StepPlan) -> list[Delivery]:
         """Runs a plan; one that fails is tried again in halves, until what is left is the row whose fault it is."""
         try:
             result = self._runner.run(plan)
-        except EngineUnavailableError:
+        except (EngineUnavailableError, StepInterruptedError):
             raise
         except Exception as error:
             is_too_large = isinstance(error, OutOfMemoryError)
@@ -397,6 +419,7 @@ class BatchInferenceEngine:
             if halves is None:
                 return self._fail_row(plan, error)
             logger.warning("a step of %d tokens failed, trying it in halves: %r", plan.num_tokens, error)
+            self._let_interrupt(())  # what the first half told would be lost with the second
             return self._compute_in_turn(*halves)
         return self._settle(plan, result)
 
@@ -459,6 +482,7 @@ class BatchInferenceEngine:
         self._num_steps += 1
         self._num_computed_tokens += plan.num_tokens
         self._last_batch_size = len(plan.rows)
+        self._may_lose_s = min(self._may_lose_s + LOST_SHARE * elapsed_s, MOST_LOST_S)
         speed = plan.num_tokens / max(elapsed_s, 1e-6)
         self._tokens_per_s = speed if self._num_steps == 1 else 0.9 * self._tokens_per_s + 0.1 * speed
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from serve_app.engine.attention.backend import AttentionBackend, AttentionStep
 from serve_app.engine.attention.layout import LayerCache, PackedLayout, Segment
 from serve_app.engine.decoder_layer import NativeDecoderLayers
+from serve_app.engine.stop_flag import StopFlag
 
 TRIAL_TOKENS = 5
 
@@ -101,6 +102,7 @@ class PackedForward:
         self.block_size = block_size
         self.backend = backend
         self.device = device
+        self.stop = StopFlag()
 
     def __call__(self, rows: Sequence[tuple[Sequence[int], Segment]], wanted: Sequence[int]) -> torch.Tensor:
         """Logits [len(wanted), vocabulary] after some of the packed tokens.
@@ -108,6 +110,9 @@ class PackedForward:
         Args:
             rows: each row's new token ids and its segment; single tokens first, longest context first among them.
             wanted: indices of packed tokens.
+
+        Raises:
+            StepInterruptedError: `stop` was raised before the last layer.
         """
         layout = PackedLayout([segment for _, segment in rows], self.block_size, self.device)
         token_ids = [token for tokens, _ in rows for token in tokens]
@@ -115,7 +120,7 @@ class PackedForward:
         return self.way(
             torch.tensor([token_ids], device=self.device),
             torch.tensor([positions], device=self.device),
-            AttentionStep(layout, self.caches, self.backend),
+            AttentionStep(layout, self.caches, self.backend, self.stop),
             torch.tensor(wanted, dtype=torch.int64, device=self.device),
         )
 

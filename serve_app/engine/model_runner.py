@@ -108,6 +108,7 @@ class ModelRunner:
             return_freed_memory(model)
             caches = _allocate(layers, self._num_blocks, block_size, model.device)
         self._forward = PackedForward(way, caches, block_size, backend, model.device)
+        self._stop = self._forward.stop
         self._vocab_size = int(model.config.get_text_config().vocab_size)
         self._sampler = Sampler(self._vocab_size, model.device)
 
@@ -150,8 +151,13 @@ class ModelRunner:
             num_tokens = max(self._max_model_len, min(2 * self._max_model_len, DEFAULT_CACHE_TOKENS))
         return -(-num_tokens // self._block_size)
 
+    def interrupt(self) -> None:
+        """See `Runner.interrupt`."""
+        self._stop.set()
+
     def run(self, plan: StepPlan) -> StepResult:
         """See `Runner.run`."""
+        self._stop.clear()
         try:
             return self._run(plan)
         except (RuntimeError, MemoryError) as error:

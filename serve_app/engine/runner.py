@@ -45,10 +45,14 @@ class Runner(Protocol):
     @property
     def block_size(self) -> int: ...
 
+    def interrupt(self) -> None:
+        """Called by other threads: the plan that is being run is to be given up. A wish, which may come too late."""
+
     def run(self, plan: StepPlan) -> StepResult:
         """Computes all rows of `plan`.
 
         Raises:
+            StepInterruptedError: it was interrupted. Nothing of the plan counts as computed then; the engine plans anew.
             OutOfMemoryError: they do not fit into memory together. Nothing of the plan counts as computed then; the engine
                 tries it again in smaller plans.
             EngineUnavailableError: no further step can succeed, such as on a device that is lost: the engine ends.

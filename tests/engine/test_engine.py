@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -399,6 +400,64 @@ def test_configure_changes_the_batch_while_rows_run():
     assert [len(plan.rows) for plan in runner.plans] == [1, 3]
     run_all(engine)
     assert all(len(tokens(stream)) == 5 for stream in streams)
+
+
+def flooded(engine, num_tokens=60):
+    """An engine at work on four requests of one tenant, for long enough that a step may be given up."""
+    streams = engine.add_to_queue([replace(ask(f"flood-{i}", max_tokens=num_tokens), tenant="flood") for i in range(4)])
+    while engine.stats().num_steps < 10:
+        time.sleep(0.005)
+    return streams
+
+
+def num_given_up(plans):
+    """Plans that were not computed: a later one computes the same tokens of a row."""
+    work = [{(row.sequence.request.request_id, row.start, row.end) for row in plan.rows} for plan in plans]
+    seen, count = set(), 0
+    for rows in reversed(work):
+        count += bool(rows & seen)
+        seen |= rows
+    return count
+
+
+def test_a_step_is_given_up_for_a_tenant_who_has_no_part_in_it(running):
+    runner = ScriptedRunner(step_s=0.02)
+    engine = running(runner)
+    floods = flooded(engine)
+    runner.step_s = 0.2
+    time.sleep(0.05)
+    [quiet] = engine.add_to_queue([replace(ask("quiet"), tenant="quiet")])
+    assert len(tokens(quiet)) == 5
+    runner.step_s = 0.0
+    assert all(len(tokens(stream)) == 60 for stream in floods)
+    assert num_given_up(runner.plans) == 1
+
+
+def test_no_step_is_given_up_for_a_tenant_who_has_a_part_in_it(running):
+    runner = ScriptedRunner(step_s=0.02)
+    engine = running(runner)
+    floods = flooded(engine)
+    more = [engine.add_to_queue([replace(ask(f"more-{i}"), tenant="flood")])[0] for i in range(10)]
+    assert all(len(tokens(stream)) for stream in (*floods, *more))
+    assert not num_given_up(runner.plans)
+
+
+def test_the_time_in_steps_that_are_given_up_is_bounded(running):
+    """New tenants come all the time; those who run go on nevertheless."""
+    runner = ScriptedRunner(step_s=0.01)
+    engine = running(runner, max_batch_size=8)
+    floods = flooded(engine, num_tokens=150)
+    others = []
+    with ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(lambda: [len(tokens(stream)) for stream in floods])
+        while not answers.done():
+            others += engine.add_to_queue([replace(ask(f"other-{len(others)}"), tenant=str(len(others)))])
+            time.sleep(0.02)
+    assert answers.result() == [150] * 4
+    runner.step_s = 0.0
+    assert all(len(tokens(stream)) == 5 for stream in others)
+    lost = num_given_up(runner.plans)
+    assert 0 < lost < len(runner.plans) // 4
 
 
 def test_threads_see_tokens_as_they_come(running):

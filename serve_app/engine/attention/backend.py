@@ -15,6 +15,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from serve_app.engine.attention.layout import AttentionCall, LayerCache, PackedLayout
+from serve_app.engine.stop_flag import StopFlag
 from serve_app.errors import UnsupportedModelError
 
 ATTENTION_NAME = "serve_app_packed"
@@ -50,6 +51,7 @@ class AttentionStep:
     layout: PackedLayout
     caches: dict[int, LayerCache]
     backend: AttentionBackend
+    stop: StopFlag = field(default_factory=StopFlag)
 
 
 @dataclass(slots=True)
@@ -116,6 +118,7 @@ def packed_attention(
             1, queries.shape[1], queries.shape[0], values.shape[-1], dtype=query.dtype, device=query.device
         ), None
     step = attention_step
+    step.stop.check()
     mixed = step.backend.attend(queries, LayerCache(keys, values), step.caches[layer_idx], step.layout, call)
     return mixed[None], None
 

@@ -113,9 +113,10 @@ void paged_attention(const Attention* arguments) {
 
 // hidden [tokens][dim] goes through `count` layers; cos and sin [tokens][rotary]; room: see decoder_layer_room. Of
 // `attentions` the tensors of the step (query to out) and their strides are not read: the layers make them. The step's rows,
-// blocks and slots, and how many there are, are read of the first only.
+// blocks and slots, and how many there are, are read of the first only. When another thread sets `stop`, the layer that runs
+// is the last; `hidden` is of no use then.
 void decoder_layers(const Layer* layers, const Attention* attentions, long count, float* hidden, const float* cos,
-                    const float* sin, float* room) {
+                    const float* sin, float* room, const volatile int* stop) {
     const auto attention = [&](long i) {
         Attention a = attentions[i];
         a.rows = attentions->rows, a.blocks = attentions->blocks, a.slots = attentions->slots;
@@ -131,12 +132,13 @@ void decoder_layers(const Layer* layers, const Attention* attentions, long count
         run_layer(layers[i], a, hidden, cos, sin, room);
     };
     const bool is_pair = fills_two_cores(attentions->num_threads);
-    long first = 0;  // layer that all threads run together
+    long first = 0;      // layer that all threads run together
+    long last = count;  // all must see the same end: thread 0 lowers it before a layer, whose barriers tell the others
     Gate gate;
 #pragma omp parallel num_threads(attentions->num_threads)
     {
         if (is_pair && omp_get_thread_num() == 0) {
-            for (; first < count && others_want_a_core(); ++first) {
+            for (; first < count && !*stop && others_want_a_core(); ++first) {
 #pragma omp parallel num_threads(1)
                 run(first);
             }
@@ -144,7 +146,10 @@ void decoder_layers(const Layer* layers, const Attention* attentions, long count
         } else if (is_pair) {
             gate.wait();
         }
-        for (long i = first; i < count; ++i) run(i);
+        for (long i = first; i < last; ++i) {
+            if (*stop && omp_get_thread_num() == 0) last = i + 1;
+            run(i);
+        }
     }
 }
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from serve_app.cache import cache_root, exclusively
+from serve_app.engine.stop_flag import StopFlag
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +124,7 @@ class Kernels:
         self._silu_mul = _declare(library, "silu_mul", _pointer, _pointer, _long, _long, _int)
         attention, layer = ctypes.POINTER(AttentionArguments), ctypes.POINTER(LayerArguments)
         self._attention = _declare(library, "paged_attention", attention)
-        self._layers = _declare(library, "decoder_layers", layer, attention, _long, _pointer, _pointer, _pointer, _pointer)
+        self._layers = _declare(library, "decoder_layers", layer, attention, _long, *[_pointer] * 5)
         self._layer_room = _declare(library, "decoder_layer_room", layer, attention)
         self._layer_room.restype = _long
         self._rooms = threading.local()  # the library is one for all engines of a process, and each computes in its thread
@@ -212,8 +213,13 @@ class Kernels:
         hidden: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
+        stop: StopFlag,
     ) -> torch.Tensor:
-        """Runs decoder layers of one shape on `hidden` [T, dim], in place; cos and sin [T, rotary]. All contiguous."""
+        """Runs decoder layers of one shape on `hidden` [T, dim], in place; cos and sin [T, rotary]. All contiguous.
+
+        Raises:
+            StepInterruptedError: `stop` was raised meanwhile.
+        """
         room = self._layer_room(layers, attentions)
         if getattr(self._rooms, "size", 0) < room:
             self._rooms.tensor, self._rooms.size = torch.empty(room), room
@@ -225,7 +231,9 @@ class Kernels:
             cos.data_ptr(),
             sin.data_ptr(),
             self._rooms.tensor.data_ptr(),
+            stop.address,
         )
+        stop.check()
         return hidden
 
 
