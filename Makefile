@@ -30,6 +30,7 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	@touch $@
 
 serve: setup ## start the server on serve_config.yaml
+	@$(BIN)/serve-app check serve_config.yaml
 	@set -a; . ./serve.env; set +a; exec $(BIN)/serve run serve_config.yaml
 
 test: setup $(CLIENTS) ## all tests

@@ -88,7 +88,7 @@ async def obedient(url: str, jobs: list[Job], rate: float) -> dict[str, Any]:
 
 async def beside_a_flood(url: str, seconds: float) -> dict[str, float]:
     """A quiet tenant's time to the first token, in seconds, alone and beside a flood of another tenant's calls."""
-    quiet = [replace(job, max_tokens=16, user="quiet") for job in jobs_of(40, 11)]
+    quiet = [replace(job, max_tokens=16, user="quiet") for job in jobs_of(100, 11)]
     alone = await run_load(url, MODEL, quiet, 1)
     stop = asyncio.Event()
     connector = aiohttp.TCPConnector(limit=0)

@@ -25,10 +25,15 @@ class TokenBacklogPolicy:
         self._target_backlog_s = target_backlog_s
 
     def __call__(self, context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
-        """(replicas wanted, no state). Keeps what there is while nothing has been measured."""
+        """(replicas wanted, no state). None without work (Serve keeps `min_replicas`); no change while no speed is known.
+
+        What waits for a first replica is not seen here; Serve starts one for it.
+        """
         metrics = context.aggregated_metrics or {}
         backlog = sum(metrics.get("backlog_tokens", {}).values())
         speeds = [speed for speed in metrics.get("tokens_per_s", {}).values() if speed > 0]
+        if not backlog:
+            return 0, {}
         if not speeds:
             return context.current_num_replicas, {}
         speed = sum(speeds) / len(speeds)

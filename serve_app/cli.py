@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from serve_app.errors import ConfigError
 from serve_app.models.checkpoint import find_checkpoint
 
 app = typer.Typer(no_args_is_help=True, help="Serve Hugging Face causal language models on Ray Serve.")
@@ -29,6 +31,19 @@ def pull(source: Source = "builtin") -> None:
             checkpoint.path, revision=checkpoint.revision, allow_patterns=["*.json", "*.safetensors", "*.jinja"]
         )
     typer.echo(f"{checkpoint.name} is available")
+
+
+@app.command()
+def check(path: Annotated[Path, typer.Argument(help="a Serve config file")] = Path("serve_config.yaml")) -> None:
+    """Check a config file, also for misspelt and misplaced keys, which Serve itself would ignore."""
+    from serve_app.serve_file import check_file  # loads Ray
+
+    try:
+        check_file(path)
+    except ConfigError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+    typer.echo(f"{path} is right")
 
 
 @app.command()

@@ -10,22 +10,12 @@ from serve_app.engine.engine import EngineStats
 
 
 class ReplicaMetrics:
-    """Counters that agree with the `usage` that callers were told, and gauges of the moment."""
+    """Gauges of the moment: what is there is measured, never counted up and down."""
 
     def __init__(self) -> None:
-        self._requests = Counter("serve_app_requests", "Requests by ending.", ("ending",))
-        self._prompt_tokens = Counter("serve_app_prompt_tokens", "Prompt tokens of ended requests.")
-        self._generation_tokens = Counter("serve_app_generation_tokens", "Tokens given to callers.")
         self._running = Gauge("serve_app_running", "Rows that run.")
         self._waiting = Gauge("serve_app_waiting", "Requests that wait.")
         self._blocks_held = Gauge("serve_app_kv_blocks_held", "Cache blocks held by running rows.")
-
-    def request_ended(self, ending: str, num_prompt_tokens: int, num_tokens: int) -> None:
-        """Counts a request once, when it ends, however it ends."""
-        self._requests.inc(tags={"ending": ending})
-        self._prompt_tokens.inc(num_prompt_tokens)
-        if num_tokens:
-            self._generation_tokens.inc(num_tokens)
 
     def observe(self, stats: EngineStats) -> None:
         """Sets the gauges."""
@@ -35,12 +25,21 @@ class ReplicaMetrics:
 
 
 class IngressMetrics:
-    """Calls by how they ended: `stop`, `length`, `disconnected`, `deadline`, `cancelled`, or the code of an error."""
+    """Calls by how they ended: `stop`, `length`, `disconnected`, `deadline`, `cancelled`, or the code of an error.
+
+    And tokens, by key: the sums of the `usage` that callers were told; of a call that was not done, what had gone to its
+    caller, and its prompt if anything had.
+    """
 
     def __init__(self) -> None:
         tags: Any = ("ending", "key")  # Ray's annotation allows one tag only
         self._calls = Counter("serve_app_calls", "HTTP calls by ending.", tags)
+        self._prompt_tokens = Counter("serve_app_prompt_tokens", "Prompt tokens of answered calls.", ("key",))
+        self._generation_tokens = Counter("serve_app_generation_tokens", "Tokens given to callers.", ("key",))
 
-    def call_ended(self, ending: str, key: str) -> None:
+    def call_ended(self, ending: str, key: str, num_prompt_tokens: int, num_tokens: int) -> None:
         """Counts a call once, when it is over."""
         self._calls.inc(tags={"ending": ending, "key": key})
+        if num_tokens:
+            self._prompt_tokens.inc(num_prompt_tokens, tags={"key": key})
+            self._generation_tokens.inc(num_tokens, tags={"key": key})

@@ -18,7 +18,7 @@ from ray import serve
 from serve_app.channel import Portion, StepSender, StepSenders
 from serve_app.config import EngineConfig, EngineLimits, ModelConfig, parse_section
 from serve_app.engine.engine import EngineStats
-from serve_app.engine.request import Delivery, EngineLoad, RequestFailure, TokenOutput, UserRequest
+from serve_app.engine.request import Delivery, EngineLoad, RequestFailure, UserRequest
 from serve_app.engine.stream import TokenStream
 from serve_app.errors import EngineUnavailableError, ServeAppError
 from serve_app.loading import load_engine
@@ -90,8 +90,6 @@ class EngineReplica:
             yield Portion(len(told) - 1, told[-1:])
         finally:
             stream.close()
-            num_tokens = sum(isinstance(delivery, TokenOutput) for delivery in told)
-            self._metrics.request_ended(_ending(told), len(request.prompt_token_ids), num_tokens)
 
     async def cancel_call(self, call_id: str, tenant: str | None) -> int:
         """Cancels a call's requests, if a tenant is given only that tenant's; how many were here."""
@@ -120,7 +118,10 @@ class EngineReplica:
         Told that it is ill, Serve would let it drain first: calls that wait for a step that never ends would hang for all
         of `graceful_shutdown_timeout_s`. When the process is gone they go on elsewhere at once.
         """
-        self._metrics.observe(self._engine.stats())
+        try:
+            self._metrics.observe(self._engine.stats())
+        except Exception:  # a fault in the counting is no illness
+            logger.exception("the gauges were not set")
         try:
             self._engine.check_health(self._config.stall_timeout_s)
         except EngineUnavailableError:
@@ -145,14 +146,6 @@ def _send(sender: StepSender, request_id: str, told: list[Delivery], delivery: D
         return False
     told.append(delivery)
     return True
-
-
-def _ending(told: list[Delivery]) -> str:
-    """How a request ended, by what it was told."""
-    last = told[-1] if told else None
-    if isinstance(last, RequestFailure):
-        return last.error.type
-    return "cancelled" if last is None else last.finish_reason or "cancelled"
 
 
 def _close_stream(entering: asyncio.Future[TokenStream]) -> None:

@@ -16,7 +16,9 @@ def wanted(backlogs, speeds, current=1):
 @pytest.mark.parametrize(
     ("backlogs", "speeds", "expected"),
     [
-        ([0], [100], 1.0),
+        ([0], [100], 0),
+        ([0, 0], [0, 0], 0),
+        ([1], [100], 1.0),
         ([1000], [100], 1.0),
         ([2500], [100], 2.5),
         ([2000, 2000], [100, 300], 2.0),
@@ -29,4 +31,3 @@ def test_replicas_follow_seconds_of_work(backlogs, speeds, expected):
 
 def test_without_a_measurement_nothing_changes():
     assert wanted([9000], [0], current=3) == 3
-    assert TokenBacklogPolicy()(SimpleNamespace(aggregated_metrics=None, current_num_replicas=2)) == (2, {})

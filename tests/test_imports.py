@@ -30,12 +30,13 @@ MAY_IMPORT = {
     "autoscaling": set(),
     "routing": {"engine.request"},
     "app": {"config", "ingress", "replica"},
-    "cli": {"models", "local", "ingress.access"},
+    "serve_file": {"errors", "config"},
+    "cli": {"errors", "models", "local", "ingress.access", "serve_file"},
 }
 """Room -> the rooms (or single modules) of the project that it may import, besides itself."""
 
 HOMES = {
-    "ray": {"app", "ingress", "replica", "metrics", "autoscaling", "routing"},
+    "ray": {"app", "ingress", "replica", "metrics", "autoscaling", "routing", "serve_file"},
     "starlette": {"ingress"},
     "torch": {"engine", "models"},
 }

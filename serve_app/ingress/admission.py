@@ -122,11 +122,13 @@ class Admission:
         return Ticket(partial(self._leave, tenant, num_tokens))
 
     async def _look(self) -> None:
-        """Asks the replicas."""
+        """Asks the replicas. While none answers (one that hangs is waited for), what was known goes on to count."""
         self._looked_at = self._clock()  # one asks, others go on with what is known
         loads = await self._client.loads()
+        if not loads:
+            return
         limits = [load.max_waiting_tokens for load in loads]
-        self._budget = None if not limits or None in limits else sum(limit or 0 for limit in limits)
+        self._budget = None if None in limits else sum(limit or 0 for limit in limits)
         self._rate.guess = sum(load.tokens_per_s for load in loads)
         self._of_others = max(0, sum(load.num_waiting_tokens for load in loads) - self._waiting.total())
 

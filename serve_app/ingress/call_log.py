@@ -143,7 +143,10 @@ class CallLog:
             if record.ending is None:
                 record.ending = "ok" if is_whole else DISCONNECTED
             record.ended_at = clock()
-            self._report(record)
+            try:
+                self._report(record)
+            except Exception:  # a fault in the counting is no fault of the call
+                logger.exception("a call was not reported")
 
 
 def write(record: CallRecord) -> None:

@@ -38,8 +38,8 @@ class IngressReplica:
         )
 
     def _report(self, record: CallRecord) -> None:
-        self._metrics.call_ended(record.ending or "", record.key or "")
         write(record)
+        self._metrics.call_ended(record.ending or "", record.key or "", record.prompt_tokens, record.completion_tokens)
 
     def __serve_build_asgi_app__(self) -> Starlette:
         return self._api.asgi()

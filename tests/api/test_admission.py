@@ -120,6 +120,25 @@ async def test_what_waits_for_other_ingress_replicas_counts():
         await admission.enter("small too", 60)
 
 
+async def test_while_no_replica_answers_what_was_known_counts():
+    clock, replicas = Clock(), Replicas(waiting=BUDGET - 100)
+    admission = Admission(replicas, clock)
+    replicas.answers, known = [], replicas.answers
+    await admission.enter("before anything is known", 3000)
+    replicas.answers = known
+    clock.now = 100.0
+    await admission.enter("this makes it look", 3000)
+    await asyncio.sleep(0)
+    with pytest.raises(OverloadedError):
+        await admission.enter("now it is", 3000)
+    replicas.answers = []
+    clock.now = 200.0
+    for _ in range(2):
+        with pytest.raises(OverloadedError):
+            await admission.enter("one of them hangs", 3000)
+        await asyncio.sleep(0)
+
+
 async def test_what_waited_for_others_is_forgotten_when_it_is_gone():
     clock, replicas = Clock(), Replicas(waiting=5 * BUDGET)
     admission = Admission(replicas, clock)

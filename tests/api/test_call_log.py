@@ -4,10 +4,11 @@ import json
 import logging
 
 import pytest
+from starlette.responses import PlainTextResponse
 
 from serve_app.config import ApiKey, IngressLimits
 from serve_app.ingress.access import digest_of
-from serve_app.ingress.call_log import write
+from serve_app.ingress.call_log import CallLog, write
 from tests.api.server import MODEL, serving
 from tests.fakes import ScriptedRunner, echo
 
@@ -96,3 +97,19 @@ def test_a_probe_that_is_answered_has_no_line(caplog, server):
     with caplog.at_level(logging.INFO, "serve_app.calls"):
         write(server.wait_for_records(1)[-1])
     assert not caplog.records
+
+
+async def test_a_call_whose_record_cannot_be_counted_is_answered_all_the_same(caplog):
+    def broken(record):
+        raise ValueError("the counters are gone")
+
+    sent = []
+
+    async def send(message):
+        sent.append(message["type"])
+
+    await CallLog(PlainTextResponse("answer"), broken)(
+        {"type": "http", "method": "GET", "path": "/", "headers": []}, None, send
+    )
+    assert sent == ["http.response.start", "http.response.body"]
+    assert "the counters are gone" in caplog.text

@@ -26,6 +26,11 @@ from tests.families import FAMILIES, tiny_model
 
 YAML = Path(__file__).parents[2] / "serve_config.yaml"
 TINY = "tiny"
+HEAD = {
+    "num_cpus": 6,
+    "object_store_memory": 200 * 1024 * 1024,
+    "_system_config": {"metrics_report_interval_ms": 1000},  # tests wait for figures
+}
 ResultT = TypeVar("ResultT")
 
 
@@ -47,7 +52,8 @@ class Deployed:
         deadline = time.monotonic() + 240
         while not all(app.status == "RUNNING" for app in serve.status().applications.values()):
             failed = [app for app in serve.status().applications.values() if app.status == "DEPLOY_FAILED"]
-            assert not failed, "\n".join(d.message for app in failed for d in app.deployments.values())
+            told = [message for app in failed for message in (app.message, *(d.message for d in app.deployments.values()))]
+            assert not failed, "\n".join(told)
             assert time.monotonic() < deadline, serve.status()
             time.sleep(0.2)
 
@@ -131,7 +137,7 @@ def deployed(tiny_folder) -> Iterator[Deployed]:
         port = listener.getsockname()[1]
     config["http_options"]["port"] = port
     config["proxy_location"] = "HeadOnly"  # nodes that a test adds are on this machine, where the port is taken
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 6, "object_store_memory": 200 * 1024 * 1024})
+    cluster = Cluster(initialize_head=True, head_node_args=HEAD)
     ray.init(address=cluster.address, log_to_driver=False)
     serve.start(http_options=config["http_options"], proxy_location="HeadOnly")
     running = Deployed(config, f"http://127.0.0.1:{port}", cluster)

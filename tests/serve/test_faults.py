@@ -30,9 +30,14 @@ def replicas(deployment):
     return [child for child in psutil.Process().children(recursive=True) if title in " ".join(child.cmdline())]
 
 
+def states_of(deployment):
+    """How many of the tiny application's replicas are in which state."""
+    return serve.status().applications[TINY].deployments[deployment].replica_states
+
+
 def wait_for_replicas(deployed, deployment, count, timeout_s=120):
     deadline = time.monotonic() + timeout_s
-    while serve.status().applications[TINY].deployments[deployment].replica_states != {"RUNNING": count}:
+    while states_of(deployment) != ({"RUNNING": count} if count else {}):
         assert time.monotonic() < deadline, serve.status()
         time.sleep(0.2)
 
@@ -238,6 +243,34 @@ def test_br_121_an_update_that_fails_leaves_the_old_replicas_at_work(deployed):
         time.sleep(2)
         deployed.deploy()
     assert call(deployed, 0, 5).status == 200
+
+
+def test_br_123_without_work_there_are_no_replicas_and_the_next_call_starts_one(deployed):
+    """The ingress is killed while a call runs; what it had counted must not keep replicas alive."""
+
+    def to_zero(config):
+        deployment_of(config, "Engine")["autoscaling_config"].update(min_replicas=0, downscale_delay_s=2)
+
+    expected = text_alone(deployed, 1, 100)
+    deployed.deploy(to_zero)
+    try:
+        begun = threading.Event()
+        with ThreadPoolExecutor(1) as pool:
+            broken = pool.submit(call, deployed, 0, 3500, begun, stream=True)
+            assert begun.wait(120)
+            [ingress] = replicas("Ingress")
+            ingress.kill()
+            assert broken.exception() is not None
+        wait_for_replicas(deployed, "Ingress", 1)
+        wait_for_replicas(deployed, "Engine", 0)
+        for _ in range(30):
+            assert states_of("Engine") == {}
+            time.sleep(1)
+        assert call(deployed, 1, 100).text == expected
+        wait_for_replicas(deployed, "Engine", 0)
+    finally:
+        deployed.deploy()
+        wait_for_replicas(deployed, "Engine", 1)
 
 
 def test_chaos_in_small(deployed):

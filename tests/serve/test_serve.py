@@ -3,12 +3,14 @@
 import json
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
 import ray
 from ray import serve
+from ray.serve.context import _get_global_client
 
 from tests.api.server import ask, read_events
 from tests.serve.conftest import TINY, application_of, deployment_of
@@ -212,6 +214,45 @@ def test_br_093_more_calls_than_may_queue_are_429_at_once(deployed):
         assert tiny(deployed, "after", max_tokens=3).status == 200
     finally:
         deployed.deploy()
+
+
+def test_br_095_the_queue_is_as_long_as_the_yaml_says_and_one_more_is_429(deployed):
+    def narrow(config):
+        deployment_of(config, "Engine").update(max_ongoing_requests=1, max_queued_requests=1)
+
+    deployed.deploy(narrow)
+    try:
+        details = _get_global_client().get_serve_details()["applications"][TINY]["deployments"]["Engine"]
+        assert details["deployment_config"]["max_queued_requests"] == 1
+        begun = threading.Event()
+        with ThreadPoolExecutor(2) as pool:
+            running = pool.submit(tiny, deployed, "runs", begun, max_tokens=3500, stream=True)
+            assert begun.wait(30)
+            queued = pool.submit(tiny, deployed, "waits", max_tokens=3)
+            time.sleep(0.5)
+            assert not running.done()
+            one_more = deployed.http.post(f"/{TINY}/v1/completions", json={"prompt": "one more", "max_tokens": 3})
+            assert (one_more.status_code, one_more.json()["error"]["code"]) == (429, "overloaded")
+            assert running.result().status == queued.result().status == 200
+    finally:
+        deployed.deploy()
+
+
+@pytest.mark.parametrize(
+    ("place", "key"),
+    [
+        (lambda config: deployment_of(config, "Engine")["user_config"], "max_queued_requests"),
+        (lambda config: application_of(config)["args"], "max_queued_requests"),
+        (lambda config: application_of(config)["args"]["engine"], "max_queued_requests"),
+    ],
+    ids=["user_config", "args", "args.engine"],
+)
+def test_br_095_a_misplaced_key_fails_at_deploy_time(deployed, place, key):
+    """In our own sections. In Serve's it finds what is wrong too late, or never; see tests/test_serve_file.py."""
+    with pytest.raises(AssertionError, match=key):
+        deployed.deploy(lambda config: place(config).update({key: 5}))
+    deployed.deploy()
+    assert tiny(deployed, "after", max_tokens=3).status == 200
 
 
 def test_a_bad_user_config_fails_the_deployment_and_names_the_key(deployed):

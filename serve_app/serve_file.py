@@ -1,0 +1,92 @@
+"""A Serve config file, checked for what Serve itself would pass over in silence: unknown keys, and keys in the wrong place.
+
+Serve's own schema ignores what it does not know, so that a misspelt `max_queued_requests` would leave the queue without a
+bound. `serve-app check` runs this, and `make serve` runs `serve-app check`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from ray.serve.schema import ServeDeploySchema
+
+from serve_app.config import EngineLimits, IngressLimits, Section, ServeConfig, parse_section
+from serve_app.errors import ConfigError
+
+IMPORT_PATH = "serve_app.app:build_app"
+LIMITS: dict[str, type[Section]] = {"Engine": EngineLimits, "Ingress": IngressLimits}
+
+
+def check_file(path: Path) -> None:
+    """Checks a config file.
+
+    Raises:
+        ConfigError: all that is wrong with it, each by its key's path, in one message of several lines.
+    """
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if not isinstance(content, dict) or "applications" not in content:
+        raise ConfigError(f"{path}: not a Serve config file: it has no applications")
+    problems = [*_unknown_keys(ServeDeploySchema, content, "")]
+    try:
+        ServeDeploySchema.model_validate(content)
+    except ValidationError as error:
+        problems += [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_url=False)]
+    else:
+        for application in content["applications"]:
+            if application["import_path"] == IMPORT_PATH:
+                problems += _problems_of_ours(application)
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _problems_of_ours(application: dict[str, Any]) -> Iterator[str]:
+    """What our own code would refuse when it starts, and deployments that it does not have."""
+    sections: list[tuple[type[Section], Any, str]] = [(ServeConfig, application.get("args"), "args")]
+    for deployment in application.get("deployments", []):
+        name = deployment["name"]
+        if name in LIMITS:
+            sections.append((LIMITS[name], deployment.get("user_config"), f"{name}.user_config"))
+        else:
+            yield f"deployments.{name}: unknown deployment{_hint(name, LIMITS)}"
+    for kind, raw, path in sections:
+        try:
+            parse_section(kind, raw, path)
+        except ConfigError as error:
+            yield str(error)
+
+
+def _unknown_keys(schema: type[BaseModel], content: Any, path: str) -> Iterator[str]:
+    """Keys that a part of the file has and its schema has not."""
+    if not isinstance(content, dict):
+        return
+    for key, value in content.items():
+        place = f"{path}.{key}" if path else str(key)
+        if key not in schema.model_fields:
+            yield f"{place}: unknown key{_hint(str(key), schema.model_fields)}"
+            continue
+        inner = _schema_in(schema.model_fields[key].annotation)
+        if inner is not None:
+            for index, part in enumerate(value if isinstance(value, list) else [value]):
+                named = part.get("name", index) if isinstance(part, dict) else index
+                yield from _unknown_keys(inner, part, f"{place}.{named}" if isinstance(value, list) else place)
+
+
+def _schema_in(annotation: Any) -> type[BaseModel] | None:
+    """The schema in an annotation such as `list[X]` or `X | dict | None`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for part in typing.get_args(annotation) if (found := _schema_in(part)) is not None), None)
+
+
+def _hint(name: str, known: typing.Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {close[0]}?" if close else ""
