@@ -98,6 +98,20 @@ def deployment_of(config: dict[str, Any], name: str, app: str = TINY) -> dict[st
     return deployment
 
 
+def states_of(deployment: str) -> dict[str, int]:
+    """How many of the tiny application's replicas are in which state."""
+    states: dict[str, int] = serve.status().applications[TINY].deployments[deployment].replica_states
+    return states
+
+
+def wait_for_replicas(deployment: str, count: int, timeout_s: float = 120) -> None:
+    """Waits until so many run and no others are there; fails when that takes too long."""
+    deadline = time.monotonic() + timeout_s
+    while states_of(deployment) != ({"RUNNING": count} if count else {}):
+        assert time.monotonic() < deadline, serve.status()
+        time.sleep(0.2)
+
+
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory) -> Path:
     """A model folder as one would have it from a hub: tiny random Llama, byte-level tokenizer, chat template."""

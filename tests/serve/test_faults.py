@@ -13,12 +13,11 @@ import aiohttp
 import httpx
 import psutil
 import pytest
-from ray import serve
 
 from benchmarks.callers import Crowd, catalog, invalid_calls
 from benchmarks.chaos import Watch, bring_chaos, engines_at_rest
 from tests.api.server import ask
-from tests.serve.conftest import TINY, application_of, deployment_of
+from tests.serve.conftest import TINY, application_of, deployment_of, states_of, wait_for_replicas
 from tests.serve.faulty import FAULTS
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own, while it runs in this process
@@ -28,18 +27,6 @@ def replicas(deployment):
     """The tiny application's replica processes; all of them are ours, below this one."""
     title = f"ServeReplica:{TINY}:{deployment}"
     return [child for child in psutil.Process().children(recursive=True) if title in " ".join(child.cmdline())]
-
-
-def states_of(deployment):
-    """How many of the tiny application's replicas are in which state."""
-    return serve.status().applications[TINY].deployments[deployment].replica_states
-
-
-def wait_for_replicas(deployed, deployment, count, timeout_s=120):
-    deadline = time.monotonic() + timeout_s
-    while states_of(deployment) != ({"RUNNING": count} if count else {}):
-        assert time.monotonic() < deadline, serve.status()
-        time.sleep(0.2)
 
 
 @contextmanager
@@ -52,11 +39,11 @@ def two_engine_replicas(deployed, change=lambda config: None):
 
     deployed.deploy(with_two)
     try:
-        wait_for_replicas(deployed, "Engine", 2)
+        wait_for_replicas("Engine", 2)
         yield
     finally:
         deployed.deploy()
-        wait_for_replicas(deployed, "Engine", 1)
+        wait_for_replicas("Engine", 1)
 
 
 def call(deployed, index, max_tokens, begun=None, **fields):
@@ -102,7 +89,7 @@ def survive(deployed, kill, count=8, max_tokens=1200):
 
 
 def test_streams_survive_the_death_of_the_only_replica(deployed):
-    wait_for_replicas(deployed, "Engine", 1)
+    wait_for_replicas("Engine", 1)
     [process] = replicas("Engine")
     survive(deployed, process.kill)
     deployed.wait_until_idle()
@@ -113,7 +100,7 @@ def test_streams_survive_the_death_of_their_replica(deployed):
         before = {process.pid for process in replicas("Engine")}
         assert len(before) == 2
         survive(deployed, lambda: os.kill(min(before), signal.SIGKILL))
-        wait_for_replicas(deployed, "Engine", 2)
+        wait_for_replicas("Engine", 2)
         assert min(before) not in {process.pid for process in replicas("Engine")}
 
 
@@ -133,7 +120,7 @@ def test_streams_survive_an_engine_that_makes_no_progress_or_has_died(deployed, 
             assert len(before) == 2
             survive(deployed, (tiny_folder / fault).touch)
             assert not (tiny_folder / fault).exists()
-            wait_for_replicas(deployed, "Engine", 2)
+            wait_for_replicas("Engine", 2)
             assert len(before & {process.pid for process in replicas("Engine")}) == 1
             assert deployed.http.get(f"/{TINY}/ready").status_code == 200
 
@@ -222,7 +209,7 @@ def test_br_119_50_streams_survive_reconfigure_scale_down_and_redeploy(deployed)
     def change_everything():
         with steady_traffic(deployed):
             deployed.deploy(lambda config: deployment_of(config, "Engine")["user_config"].update(max_batch_size=24))
-            wait_for_replicas(deployed, "Engine", 1)  # that config is of one replica: the other drains
+            wait_for_replicas("Engine", 1)  # that config is of one replica: the other drains
             deployed.deploy(smaller_chunks)
 
     def smaller_chunks(config):
@@ -261,16 +248,16 @@ def test_br_123_without_work_there_are_no_replicas_and_the_next_call_starts_one(
             [ingress] = replicas("Ingress")
             ingress.kill()
             assert broken.exception() is not None
-        wait_for_replicas(deployed, "Ingress", 1)
-        wait_for_replicas(deployed, "Engine", 0)
+        wait_for_replicas("Ingress", 1)
+        wait_for_replicas("Engine", 0)
         for _ in range(30):
             assert states_of("Engine") == {}
             time.sleep(1)
         assert call(deployed, 1, 100).text == expected
-        wait_for_replicas(deployed, "Engine", 0)
+        wait_for_replicas("Engine", 0)
     finally:
         deployed.deploy()
-        wait_for_replicas(deployed, "Engine", 1)
+        wait_for_replicas("Engine", 1)
 
 
 def test_chaos_in_small(deployed):
@@ -289,7 +276,7 @@ def test_chaos_in_small(deployed):
 
     with two_engine_replicas(deployed):
         reports, kills, held = deployed.run(run(), 300)
-        wait_for_replicas(deployed, "Engine", 2)
+        wait_for_replicas("Engine", 2)
     assert len(kills) == 2
     assert all(kill.num_running_calls for kill in kills)
     assert not [fault for report in reports for fault in report.faults]

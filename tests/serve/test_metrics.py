@@ -4,15 +4,17 @@ import json
 import socket
 import time
 from collections import Counter
+from contextlib import ExitStack
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 import ray
 from prometheus_client.parser import text_string_to_metric_families
+from ray.serve.context import _get_global_client
 
 from tests.api.server import ask
-from tests.serve.conftest import TINY, deployment_of
+from tests.serve.conftest import TINY, deployment_of, wait_for_replicas
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own, while it runs in this process
 
@@ -62,21 +64,25 @@ def test_br_125_gauges_return_to_zero_when_the_waiting_leave(deployed):
         deployment_of(config, "Engine")["user_config"]["max_batch_size"] = 1
 
     def gauges():
-        """The highest value of each gauge over the replicas; a replica that is gone may be reported for a while."""
+        """The gauges of the replica that there is (Ray reports for a while those that are gone), and Serve's own of queues."""
+        deployments = _get_global_client().get_serve_details()["applications"][TINY]["deployments"]
+        [replica] = [replica["replica_id"] for replica in deployments["Engine"]["replicas"]]
         found = Counter()
         for sample in scrape():
-            if sample.name in ("ray_serve_app_waiting", "ray_serve_app_running", "ray_serve_deployment_queued_queries"):
+            is_ours = sample.name in ("ray_serve_app_waiting", "ray_serve_app_running")
+            if (is_ours and sample.labels["replica"] == replica) or sample.name == "ray_serve_deployment_queued_queries":
                 assert sample.value >= 0
-                found[sample.name] = max(found[sample.name], sample.value)
+                found[sample.name] += sample.value
         return found
 
     deployed.deploy(one_at_a_time)
+    wait_for_replicas("Engine", 1)
     try:
-        callers = [send(deployed, LONG) for _ in range(21)]
-        wait_until(lambda: gauges()["ray_serve_app_waiting"] == 20)
-        assert gauges()["ray_serve_app_running"] == 1
-        for caller in callers:
-            caller.close()
+        with ExitStack() as callers:
+            for _ in range(21):
+                callers.enter_context(send(deployed, LONG))
+            wait_until(lambda: gauges()["ray_serve_app_waiting"] == 20)
+            assert gauges()["ray_serve_app_running"] == 1
         deployed.wait_until_idle()
         wait_until(lambda: not any(gauges().values()))
     finally:
