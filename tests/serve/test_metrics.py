@@ -64,7 +64,7 @@ def test_br_125_gauges_return_to_zero_when_the_waiting_leave(deployed):
         deployment_of(config, "Engine")["user_config"]["max_batch_size"] = 1
 
     def gauges():
-        """The gauges of the replica that there is (Ray reports for a while those that are gone), and Serve's own of queues."""
+        """Those of the replica that there is (Ray reports for a while those that are gone), and of Serve's own queues."""
         deployments = _get_global_client().get_serve_details()["applications"][TINY]["deployments"]
         [replica] = [replica["replica_id"] for replica in deployments["Engine"]["replicas"]]
         found = Counter()
