@@ -112,14 +112,15 @@ class EngineReplica:
         """Raises `EngineUnavailableError` when the engine makes no progress."""
         self._engine.check_health(self._config.stall_timeout_s)
 
-    def check_health(self) -> None:
+    async def check_health(self) -> None:
         """Called by Serve every few seconds. A replica that makes no progress ends itself, and Serve replaces it.
 
         Told that it is ill, Serve would let it drain first: calls that wait for a step that never ends would hang for all
         of `graceful_shutdown_timeout_s`. When the process is gone they go on elsewhere at once.
         """
         try:
-            self._metrics.observe(self._engine.stats())
+            # in a thread: some thousand values may have come since
+            await asyncio.to_thread(self._metrics.observe, self._engine.stats(), self._engine.take_timings())
         except Exception:  # a fault in the counting is no illness
             logger.exception("the gauges were not set")
         try:

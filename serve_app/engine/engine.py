@@ -27,6 +27,7 @@ from serve_app.engine.sequence import Sequence
 from serve_app.engine.status import Status
 from serve_app.engine.stop_flag import StepInterruptedError
 from serve_app.engine.stream import TokenStream, deliver
+from serve_app.engine.timing import Timing, Timings
 from serve_app.errors import (
     ContextLengthError,
     DeadlineError,
@@ -62,6 +63,9 @@ class EngineStats:
     num_computed_tokens: int
     num_drawn_tokens: int
     num_prefix_hit_tokens: int
+    """Of the prompt tokens of requests that have started, those that were found in the cache."""
+    num_prefix_query_tokens: int
+    """All of them."""
     num_preemptions: int
     last_batch_size: int
     max_batch_size: int
@@ -128,6 +132,8 @@ class BatchInferenceEngine:
         self._num_computed_tokens = 0
         self._num_drawn_tokens = 0
         self._num_prefix_hit_tokens = 0
+        self._num_prefix_query_tokens = 0
+        self._timings = Timings()
         self._last_batch_size = 0
         self._tokens_per_s = 0.0
         self._last_progress_at = time.monotonic()
@@ -237,11 +243,16 @@ class BatchInferenceEngine:
             num_computed_tokens=self._num_computed_tokens,
             num_drawn_tokens=self._num_drawn_tokens,
             num_prefix_hit_tokens=self._num_prefix_hit_tokens,
+            num_prefix_query_tokens=self._num_prefix_query_tokens,
             num_preemptions=scheduler.num_preemptions,
             last_batch_size=self._last_batch_size,
             max_batch_size=scheduler.max_batch_size,
             tokens_per_s=self._tokens_per_s,
         )
+
+    def take_timings(self) -> Iterator[tuple[Timing, float]]:
+        """What was measured since this was called before."""
+        return self._timings.take()
 
     def load(self) -> EngineLoad:
         """What waits, and how much may."""
@@ -388,6 +399,10 @@ class BatchInferenceEngine:
 
     def _run(self, plan: StepPlan) -> list[Delivery]:
         started_at = time.monotonic()
+        for row in plan.rows:
+            if row.sequence.is_queued:
+                row.sequence.started_at = started_at
+                self._timings.note(Timing.QUEUE, started_at - row.sequence.arrived_at)
         self._leave_queue(row.sequence for row in plan.rows)
         if self._may_lose_s > 0:
             self._let_interrupt({row.sequence.request.tenant for row in plan.rows})
@@ -442,7 +457,11 @@ class BatchInferenceEngine:
             return self._fail(sequence, Status.FAILED, draw)
         self._num_drawn_tokens += 1
         finish_reason = sequence.append(draw.token)
+        if not sequence.first_token_at:
+            sequence.first_token_at = self._last_progress_at
+            self._timings.note(Timing.PREFILL, sequence.first_token_at - sequence.started_at)
         if finish_reason is not None:
+            self._timings.note(Timing.DECODE, self._last_progress_at - sequence.first_token_at)
             self._end(sequence, Status.FINISHED)
         prompt_logprobs = None
         if sequence.num_output_tokens == 1 and sequence.request.sampling.prompt_logprobs is not None:
@@ -474,6 +493,7 @@ class BatchInferenceEngine:
         for sequence in leaving:
             sequence.is_queued = False
             self._num_prefix_hit_tokens += sequence.num_cached_tokens
+            self._num_prefix_query_tokens += sequence.num_prompt_tokens
         if leaving:
             with self._inbox:
                 self._num_waiting_tokens -= sum(sequence.request.num_tokens_at_most for sequence in leaving)
@@ -482,6 +502,9 @@ class BatchInferenceEngine:
         self._num_steps += 1
         self._num_computed_tokens += plan.num_tokens
         self._last_batch_size = len(plan.rows)
+        self._timings.note(Timing.STEP, elapsed_s)
+        self._timings.note(Timing.BATCH_SIZE, len(plan.rows))
+        self._timings.note(Timing.STEP_TOKENS, plan.num_tokens)
         self._may_lose_s = min(self._may_lose_s + LOST_SHARE * elapsed_s, MOST_LOST_S)
         speed = plan.num_tokens / max(elapsed_s, 1e-6)
         self._tokens_per_s = speed if self._num_steps == 1 else 0.9 * self._tokens_per_s + 0.1 * speed

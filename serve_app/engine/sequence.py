@@ -26,13 +26,13 @@ class Sequence:
         end_token_ids: the ids that end this request.
         num_charged_tokens: of `token_ids`, those that count as given to the tenant.
         is_queued: no step has computed anything for it yet.
+        arrived_at, started_at, first_token_at: on the monotonic clock; 0 before its first step, and its first token.
         prompt_logprobs: of the prompt's tokens from the second on, as far as they are known, when asked for.
     """
 
     def __init__(self, request: UserRequest, model_end_token_ids: frozenset[int]) -> None:
         self.request = request
         self.arrival = next(_arrivals)
-        self.expires_at = None if request.timeout_s is None else time.monotonic() + request.timeout_s
         self.status = Status.WAITING
         self.token_ids = array("q", request.prompt_token_ids + request.output_token_ids)
         self.num_prompt_tokens = len(request.prompt_token_ids)
@@ -41,6 +41,10 @@ class Sequence:
         self.num_preemptions = 0
         self.num_charged_tokens = 0
         self.is_queued = True
+        self.arrived_at = time.monotonic()
+        self.started_at = 0.0
+        self.first_token_at = 0.0
+        self.expires_at = None if request.timeout_s is None else self.arrived_at + request.timeout_s
         self.block_ids: list[int] = []
         self.num_registered_blocks = 0
         self.seed = request.sampling.seed if request.sampling.seed is not None else secrets.randbelow(MAX_SEED)

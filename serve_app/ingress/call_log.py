@@ -8,7 +8,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -35,6 +35,7 @@ class CallRecord:
     Attributes:
         started_at: on the event loop's clock, like what follows.
         ending: `stop` or `length`; `disconnected`, `deadline`; an error's code (`cancelled`); `ok` if none was generated.
+        gaps_s: times from what came to what came next, of any of its choices.
         prompt: set only where prompts are to be logged.
     """
 
@@ -50,14 +51,22 @@ class CallRecord:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     first_token_at: float | None = None
+    last_token_at: float = 0.0
+    gaps_s: list[float] = field(default_factory=list)
     ended_at: float = 0.0
     prompt: str | None = None
 
     def token_came(self, num_tokens: int) -> None:
         """Counts tokens that went to the caller."""
+        if not num_tokens:
+            return
         self.completion_tokens += num_tokens
-        if self.first_token_at is None and num_tokens:
-            self.first_token_at = asyncio.get_running_loop().time()
+        now = asyncio.get_running_loop().time()
+        if self.first_token_at is None:
+            self.first_token_at = now
+        else:
+            self.gaps_s.append(now - self.last_token_at)
+        self.last_token_at = now
 
     def finish(self, reasons: set[FinishReason]) -> None:
         """All choices are complete."""

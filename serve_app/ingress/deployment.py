@@ -40,6 +40,9 @@ class IngressReplica:
     def _report(self, record: CallRecord) -> None:
         write(record)
         self._metrics.call_ended(record.ending or "", record.key or "", record.prompt_tokens, record.completion_tokens)
+        if record.first_token_at is not None:
+            first_token_s, total_s = record.first_token_at - record.started_at, record.ended_at - record.started_at
+            self._metrics.call_took(first_token_s, record.gaps_s, total_s)
 
     def __serve_build_asgi_app__(self) -> Starlette:
         return self._api.asgi()

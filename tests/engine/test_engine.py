@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from serve_app.engine.engine import BatchInferenceEngine
 from serve_app.engine.request import FinishReason, SamplingParams, UserRequest
 from serve_app.engine.stream import as_they_come
+from serve_app.engine.timing import Timing
 from serve_app.errors import (
     ContextLengthError,
     EngineUnavailableError,
@@ -388,6 +389,21 @@ def test_a_request_larger_than_the_budget_is_served_when_nothing_waits():
     [stream] = engine.add_to_queue([ask("a", max_tokens=100)])
     run_all(engine)
     assert len(tokens(stream)) == 100
+
+
+def test_timings_are_told_once_each():
+    engine = BatchInferenceEngine(ScriptedRunner(step_s=0.01), max_batch_size=1)
+    engine.add_to_queue([ask("first", max_tokens=4), ask("second", max_tokens=4)])
+    run_all(engine)
+    told = {}
+    for kind, value in engine.take_timings():
+        told.setdefault(kind, []).append(value)
+    assert told[Timing.BATCH_SIZE] == told[Timing.STEP_TOKENS] == [1] * 8
+    assert len(told[Timing.STEP]) == 8
+    first, second = told[Timing.QUEUE]
+    assert first < 0.04 <= second  # it waited for the first's four steps
+    assert all(0.01 <= prefill < decode for prefill, decode in zip(told[Timing.PREFILL], told[Timing.DECODE], strict=True))
+    assert not list(engine.take_timings())
 
 
 def test_configure_changes_the_batch_while_rows_run():

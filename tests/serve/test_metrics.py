@@ -69,7 +69,7 @@ def test_br_125_gauges_return_to_zero_when_the_waiting_leave(deployed):
         [replica] = [replica["replica_id"] for replica in deployments["Engine"]["replicas"]]
         found = Counter()
         for sample in scrape():
-            is_ours = sample.name in ("ray_serve_app_waiting", "ray_serve_app_running")
+            is_ours = sample.name in ("ray_serve_app_num_requests_waiting", "ray_serve_app_num_requests_running")
             if (is_ours and sample.labels["replica"] == replica) or sample.name == "ray_serve_deployment_queued_queries":
                 assert sample.value >= 0
                 found[sample.name] += sample.value
@@ -81,8 +81,8 @@ def test_br_125_gauges_return_to_zero_when_the_waiting_leave(deployed):
         with ExitStack() as callers:
             for _ in range(21):
                 callers.enter_context(send(deployed, LONG))
-            wait_until(lambda: gauges()["ray_serve_app_waiting"] == 20)
-            assert gauges()["ray_serve_app_running"] == 1
+            wait_until(lambda: gauges()["ray_serve_app_num_requests_waiting"] == 20)
+            assert gauges()["ray_serve_app_num_requests_running"] == 1
         deployed.wait_until_idle()
         wait_until(lambda: not any(gauges().values()))
     finally:
@@ -123,3 +123,37 @@ def test_br_127_every_call_is_counted_once_by_its_ending_and_tokens_are_the_sums
     # of those who left and those whose time was over: their prompts, and what they were given
     assert grown[0] == done[0] + 7 * 1
     assert grown[1] > done[1]
+
+
+def test_histograms_have_what_happened(deployed):
+    """Each call once where calls are counted, each token where tokens are; the engine's own by its health check."""
+
+    def often(config):
+        deployment_of(config, "Engine")["health_check_period_s"] = 1
+
+    def counts():
+        return totals_of("_count")
+
+    def totals_of(suffix):
+        found = Counter()
+        for sample in scrape():
+            if sample.name.startswith("ray_serve_app_") and sample.name.endswith(suffix):
+                found[sample.name.removeprefix("ray_serve_app_").removesuffix(suffix)] += sample.value
+        return found
+
+    deployed.deploy(often)
+    try:
+        before, sums_before = counts(), totals_of("_sum")
+        for _ in range(3):
+            assert ask(deployed.http, f"/{TINY}/v1/completions", {"prompt": "x", "max_tokens": 20, "ignore_eos": True}).text
+        names = ("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds")
+        names += ("time_to_first_token_seconds", "e2e_request_latency_seconds")
+        wait_until(lambda: all((counts() - before)[name] == 3 for name in names))
+        grown, sums = counts() - before, totals_of("_sum") - sums_before
+        assert grown["step_time_seconds"] == grown["step_batch_size"] == grown["iteration_tokens"] >= 60
+        assert sums["step_batch_size"] == sums["iteration_tokens"] == 60
+        assert 0 < sums["time_to_first_token_seconds"] < sums["e2e_request_latency_seconds"]
+        assert 0 < sums["request_prefill_time_seconds"] < sums["request_decode_time_seconds"]
+        assert 0 < grown["inter_token_latency_seconds"] <= 57
+    finally:
+        deployed.deploy()
