@@ -31,6 +31,7 @@ class ReplicaMetrics:
         self._cache_usage = Gauge("serve_app_kv_cache_usage_perc", "Part of the cache that running rows hold, 0 to 1.")
         self._tokens_per_s = Gauge("serve_app_tokens_per_second", "Speed of recent steps, prompt and drawn tokens.")
         self._counters = {
+            "num_steps": Counter("serve_app_steps", "Steps that were computed."),
             "num_preemptions": Counter("serve_app_num_preemptions", "Rows that gave way and were computed again."),
             "num_prefix_query_tokens": Counter("serve_app_prefix_cache_queries", "Prompt tokens looked for in the cache."),
             "num_prefix_hit_tokens": Counter("serve_app_prefix_cache_hits", "Prompt tokens found in the cache."),

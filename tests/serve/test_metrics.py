@@ -13,6 +13,7 @@ import ray
 from prometheus_client.parser import text_string_to_metric_families
 from ray.serve.context import _get_global_client
 
+from serve_app.metrics import NUM_ROWS, NUM_TOKENS
 from tests.api.server import ask
 from tests.serve.conftest import TINY, deployment_of, wait_for_replicas
 
@@ -27,6 +28,13 @@ def scrape():
             text = httpx.get(f"http://127.0.0.1:{node['MetricsExportPort']}/metrics", trust_env=False, timeout=30).text
             samples += [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     return [sample for sample in samples if sample.labels.get("application") == TINY]
+
+
+def engine_replica():
+    """The id of the one that there is."""
+    deployments = _get_global_client().get_serve_details()["applications"][TINY]["deployments"]
+    [replica] = deployments["Engine"]["replicas"]
+    return replica["replica_id"]
 
 
 def totals(name, tag):
@@ -65,9 +73,7 @@ def test_br_125_gauges_return_to_zero_when_the_waiting_leave(deployed):
 
     def gauges():
         """Those of the replica that there is (Ray reports for a while those that are gone), and of Serve's own queues."""
-        deployments = _get_global_client().get_serve_details()["applications"][TINY]["deployments"]
-        [replica] = [replica["replica_id"] for replica in deployments["Engine"]["replicas"]]
-        found = Counter()
+        replica, found = engine_replica(), Counter()
         for sample in scrape():
             is_ours = sample.name in ("ray_serve_app_num_requests_waiting", "ray_serve_app_num_requests_running")
             if (is_ours and sample.labels["replica"] == replica) or sample.name == "ray_serve_deployment_queued_queries":
@@ -131,29 +137,30 @@ def test_histograms_have_what_happened(deployed):
     def often(config):
         deployment_of(config, "Engine")["health_check_period_s"] = 1
 
-    def counts():
-        return totals_of("_count")
-
-    def totals_of(suffix):
-        found = Counter()
+    def values(suffix):
+        """Of the engine replica that there is, and of all ingress replicas."""
+        replica, found = engine_replica(), Counter()
         for sample in scrape():
-            if sample.name.startswith("ray_serve_app_") and sample.name.endswith(suffix):
+            is_ours = sample.name.startswith("ray_serve_app_") and sample.name.endswith(suffix)
+            if is_ours and (sample.labels["deployment"] == "Ingress" or sample.labels["replica"] == replica):
                 found[sample.name.removeprefix("ray_serve_app_").removesuffix(suffix)] += sample.value
         return found
 
     deployed.deploy(often)
+    wait_for_replicas("Engine", 1)
     try:
-        before, sums_before = counts(), totals_of("_sum")
+        time.sleep(3)  # what ended before has been told
+        before, buckets_before = values("_count"), values("_bucket")
         for _ in range(3):
             assert ask(deployed.http, f"/{TINY}/v1/completions", {"prompt": "x", "max_tokens": 20, "ignore_eos": True}).text
         names = ("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds")
         names += ("time_to_first_token_seconds", "e2e_request_latency_seconds")
-        wait_until(lambda: all((counts() - before)[name] == 3 for name in names))
-        grown, sums = counts() - before, totals_of("_sum") - sums_before
-        assert grown["step_time_seconds"] == grown["step_batch_size"] == grown["iteration_tokens"] >= 60
-        assert sums["step_batch_size"] == sums["iteration_tokens"] == 60
-        assert 0 < sums["time_to_first_token_seconds"] < sums["e2e_request_latency_seconds"]
-        assert 0 < sums["request_prefill_time_seconds"] < sums["request_decode_time_seconds"]
+        wait_until(lambda: all((values("_count") - before)[name] == 3 for name in names))
+        grown, in_buckets = values("_count") - before, values("_bucket") - buckets_before
+        assert grown["step_time_seconds"] == grown["step_batch_size"] == grown["iteration_tokens"] == 60
+        # a row of one token is in every bucket
+        assert in_buckets["step_batch_size"] == 60 * (len(NUM_ROWS) + 1)
+        assert in_buckets["iteration_tokens"] == 60 * (len(NUM_TOKENS) + 1)
         assert 0 < grown["inter_token_latency_seconds"] <= 57
     finally:
         deployed.deploy()
