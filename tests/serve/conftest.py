@@ -8,10 +8,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+import psutil
 import pytest
 import ray
 import yaml
@@ -98,6 +100,17 @@ def deployment_of(config: dict[str, Any], name: str, app: str = TINY) -> dict[st
     return deployment
 
 
+def replicas(deployment: str) -> list[psutil.Process]:
+    """The tiny application's replica processes; all of them are ours, below this one."""
+    title = f"ServeReplica:{TINY}:{deployment}"
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has ended since
+            if title in " ".join(child.cmdline()):
+                found.append(child)
+    return found
+
+
 def states_of(deployment: str) -> dict[str, int]:
     """How many of the tiny application's replicas are in which state."""
     states: dict[str, int] = serve.status().applications[TINY].deployments[deployment].replica_states
@@ -105,9 +118,12 @@ def states_of(deployment: str) -> dict[str, int]:
 
 
 def wait_for_replicas(deployment: str, count: int, timeout_s: float = 120) -> None:
-    """Waits until so many run and no others are there; fails when that takes too long."""
+    """Waits until so many run and no others are there; fails when that takes too long.
+
+    Looks at the processes too: Serve believes for a while that a replica runs that was killed.
+    """
     deadline = time.monotonic() + timeout_s
-    while states_of(deployment) != ({"RUNNING": count} if count else {}):
+    while states_of(deployment) != ({"RUNNING": count} if count else {}) or len(replicas(deployment)) != count:
         assert time.monotonic() < deadline, serve.status()
         time.sleep(0.2)
 

@@ -17,16 +17,10 @@ import pytest
 from benchmarks.callers import Crowd, catalog, invalid_calls
 from benchmarks.chaos import Watch, bring_chaos, engines_at_rest
 from tests.api.server import ask
-from tests.serve.conftest import TINY, application_of, deployment_of, states_of, wait_for_replicas
+from tests.serve.conftest import TINY, application_of, deployment_of, replicas, states_of, wait_for_replicas
 from tests.serve.faulty import FAULTS
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own, while it runs in this process
-
-
-def replicas(deployment):
-    """The tiny application's replica processes; all of them are ours, below this one."""
-    title = f"ServeReplica:{TINY}:{deployment}"
-    return [child for child in psutil.Process().children(recursive=True) if title in " ".join(child.cmdline())]
 
 
 @contextmanager
