@@ -463,12 +463,15 @@ def test_br_079_formats_other_than_text_are_refused(server, format_, stream):
 @pytest.mark.parametrize("depth", [65, 1000, 20_000, 100_000])
 @pytest.mark.parametrize("where", ["junk", "metadata", "tools"])
 def test_br_081_deep_json_is_refused_fast(server, depth, where):
-    body = b'{"prompt": "x", "%s": %s%s}' % (where.encode(), b"[" * depth, b"]" * depth)
-    started = time.monotonic()
-    refused(server, "/v1/completions", body)
+    flat = b'{"prompt": "x", "%s": [%s1]}' % (where.encode(), b"1," * 3 * depth)
+    arrays = b'{"prompt": "x", "%s": %s%s}' % (where.encode(), b"[" * depth, b"]" * depth)
     objects = b'{"prompt": "x", "%s": %s1%s}' % (where.encode(), b'{"a":' * depth, b"}" * depth)
-    refused(server, "/v1/completions", objects)
-    assert time.monotonic() - started < 5
+    took_s = []
+    for body in (flat, arrays, objects):
+        began_at = time.monotonic()
+        refused(server, "/v1/completions", body)
+        took_s.append(time.monotonic() - began_at)
+    assert max(took_s[1:]) < 20 * (took_s[0] + 0.05)  # depth costs no more than length does; 0.05: a machine that was busy
 
 
 def test_br_083_fields_that_clients_send_routinely(server):
@@ -666,10 +669,13 @@ def test_a_pathological_template_harms_nobody(template):
     ):
         body = {"messages": HELLO, "chat_template": template}
         bad = pool.submit(server.http.post, "/v1/chat/completions", json=body)
+        began_at, slowest_s = time.monotonic(), 0.0
         while not bad.done():
-            started_at = time.monotonic()
+            asked_at = time.monotonic()
             assert server.ask("meanwhile").text == "meanwhile"
-            assert time.monotonic() - started_at < 1
+            slowest_s = max(slowest_s, time.monotonic() - asked_at)
+        if time.monotonic() - began_at > template_worker.TIMEOUT_S:  # all its time: whoever waited for it did so as long
+            assert slowest_s < 0.9 * template_worker.TIMEOUT_S
         error = bad.result().json()["error"]
         assert bad.result().status_code == 400
         assert error["param"] == "chat_template"
@@ -828,15 +834,14 @@ def test_br_131_deadlines():
     slow = ScriptedRunner(counting, max_model_len=4096, num_blocks=4096, step_s=0.005)
     with serving(slow, max_batch_size=1, limits=IngressLimits(request_timeout_s=5)) as server:
         body, asked = {"prompt": "x", "max_tokens": 4000}, {"X-Request-Timeout-Seconds": "0.3"}
-        started = time.monotonic()
         answer = server.http.post("/v1/completions", json=body, headers=asked)
         assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
         raw = server.http.post("/v1/completions", json={**body, "stream": True}, headers=asked).text
         assert '"text":' in raw
         assert raw.count("deadline_exceeded") == 1
         assert "[DONE]" not in raw
-        assert time.monotonic() - started < 3
         server.wait_until_idle()
+        assert server.engine.stats().num_drawn_tokens < 4000
         with ThreadPoolExecutor(1) as pool:  # one that only waits
             running = pool.submit(server.ask, "running", max_tokens=150)
             server.wait_until_running()
