@@ -34,9 +34,9 @@ serve: setup ## start the server on serve_config.yaml
 	@set -a; . ./serve.env; set +a; exec $(BIN)/serve run serve_config.yaml
 
 # Programs that a few tests run; without them those tests are skipped.
-debian: ## install Prometheus from Debian, where one is root and it is missing
-	@command -v prometheus >/dev/null || [ "$$(id -u)" != 0 ] || \
-		{ apt-get update -q && apt-get install -q -y --no-install-recommends prometheus; } >/dev/null || true
+debian: ## install Prometheus and Chromium from Debian, where one is root and they are missing
+	@{ command -v prometheus && command -v chromium; } >/dev/null || [ "$$(id -u)" != 0 ] || \
+		{ apt-get update -q && apt-get install -q -y --no-install-recommends prometheus chromium; } >/dev/null || true
 
 test: setup debian $(CLIENTS) ## all tests
 	$(BIN)/pytest

@@ -20,9 +20,12 @@ from serve_app.config import ApiKey, IngressLimits
 from serve_app.errors import AuthenticationError, OverloadedError
 from serve_app.ingress.answers import refuse
 from serve_app.ingress.call_log import record_of
+from serve_app.ingress.chat_page import FILES
 
 LIVENESS = "/health"
-"""The one route that asks nobody for a key: it says that the process answers, and nothing else."""
+"""It asks nobody for a key: it says that the process answers, and nothing else."""
+OPEN_PATHS = {LIVENESS, *FILES}
+"""What is answered without a key; the chat page's files, because a key is entered there."""
 
 
 def new_key() -> tuple[str, str]:
@@ -58,7 +61,7 @@ class KeyGate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers 401 without a known key, 429 when the key has as many calls running as it may."""
         keys = self._limits().api_keys
-        if scope["type"] != "http" or keys is None or scope["path"] == LIVENESS:
+        if scope["type"] != "http" or keys is None or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
         caller = _find(keys, Headers(scope=scope).get("authorization", ""))

@@ -32,6 +32,7 @@ from serve_app.ingress.answers import (
 )
 from serve_app.ingress.body import read_json
 from serve_app.ingress.call_log import REQUEST_ID_HEADER, CallLog, CallRecord, record_of, write
+from serve_app.ingress.chat_page import page_routes
 from serve_app.ingress.engine_client import EngineClient
 from serve_app.ingress.generation import ChoiceDelta, Deadline, Generation
 from serve_app.ingress.openapi import describe, page
@@ -108,6 +109,7 @@ class Api:
     def routes(self) -> list[Route]:
         """All that the API answers to."""
         return [
+            *page_routes(),
             Route(LIVENESS, self.health, methods=["GET"]),
             Route("/ready", self.ready, methods=["GET"]),
             Route("/version", self.version, methods=["GET"]),

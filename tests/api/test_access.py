@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from serve_app.cli import app
 from serve_app.config import ApiKey, IngressLimits
 from serve_app.ingress.access import new_key
+from serve_app.ingress.chat_page import FILES
 from tests.api.server import MODEL, serving
 from tests.fakes import ScriptedRunner, echo
 
@@ -30,15 +31,15 @@ def locked():
         yield server
 
 
-def test_no_route_but_liveness_answers_without_a_key(locked):
+def test_no_route_but_liveness_and_the_chat_pages_files_answers_without_a_key(locked):
     paths = [
         route.path.replace("{model_id:path}", MODEL).replace("{response_id:path}", "x") for route in locked.api.routes()
     ]
     assert {"/health", "/ready", "/docs", "/openapi.json", "/v1/models", "/v1/chat/completions"} <= set(paths)
-    for path in [*paths, "/", "/nothing/here"]:
+    for path in [*paths, "/nothing/here", "/page", "/page/", "/page/../v1/models", "/page/x.js"]:
         for method in ("GET", "POST", "DELETE", "OPTIONS", "HEAD"):
             answer = locked.http.request(method, path, json=BODY if method == "POST" else None)
-            if path == "/health":
+            if path == "/health" or path in FILES:  # static, and where a person enters his key
                 assert answer.status_code in (200, 405)
             else:
                 assert answer.status_code == 401, (method, path)
