@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 import uvloop
 
-from benchmarks.load import LoadResult, mixed_jobs, run_load
 from benchmarks.server import our_config, ray_serve
+from serve_app.loadgen import LoadResult, Target, mixed_jobs, run_load
 
 MIN_SPEEDUP, MAX_TTFT_RATIO = 3.0, 1 / 3
 
@@ -67,9 +67,9 @@ def main() -> int:
             with ray_serve(config, args.port) as server:
                 url = server.url
                 model = "smollm2-135m-instruct"
-                uvloop.run(run_load(url, model, mixed_jobs(4, 99, words, tokens), 4))  # warm up
+                uvloop.run(run_load(Target(url, model), mixed_jobs(4, 99, words, tokens), 4))  # warm up
                 jobs = mixed_jobs(args.requests, repeat, words, tokens, long_tail=args.long_tail)
-                results[name].append(uvloop.run(run_load(url, model, jobs, args.concurrency)))
+                results[name].append(uvloop.run(run_load(Target(url, model), jobs, args.concurrency)))
                 report(name, results[name][-1])
     speedup = median(results["ours"], "tokens_per_s") / median(results["naive"], "tokens_per_s")
     ttft_ratio = median(results["ours"], "ttft_p50_s") / median(results["naive"], "ttft_p50_s")

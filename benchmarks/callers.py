@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.load import WORDS
+from serve_app.loadgen import WORDS
 
 REQUEST_ID = "X-Request-Id"
 NO_ENDING = "no ending"

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import uvloop
 
-from benchmarks.load import Job, LoadResult, mixed_jobs, run_load, run_open_load
 from benchmarks.server import ROOT, Server, our_config, ray_serve, running
+from serve_app.loadgen import Job, LoadResult, Target, mixed_jobs, run_load, run_open_load
 
 PEERS = ROOT / "benchmarks" / ".peers"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -147,14 +147,14 @@ def measure(name: str, port: int, counts: dict[int, int], rate: float, seed: int
         return measure_process(name, [sys.executable, "-m", "benchmarks.in_process", *settings])
     rows = []
     with starting(name, port) as (server, model):
-        uvloop.run(run_load(server.url, model, jobs_of(8, 99), 8))  # warm up
+        uvloop.run(run_load(Target(server.url, model), jobs_of(8, 99), 8))  # warm up
         server.settle()
         for concurrency, count in counts.items():
             cpu = server.cpu_s()
-            result = uvloop.run(run_load(server.url, model, jobs_of(count, seed), concurrency))
+            result = uvloop.run(run_load(Target(server.url, model), jobs_of(count, seed), concurrency))
             rows.append(row_of(name, f"c={concurrency}", result, server, cpu))
         cpu = server.cpu_s()
-        result = uvloop.run(run_open_load(server.url, model, jobs_of(int(rate * 20), seed), rate))
+        result = uvloop.run(run_open_load(Target(server.url, model), jobs_of(int(rate * 20), seed), rate))
         rows.append(row_of(name, f"Poisson {rate:g}/s", result, server, cpu))
     return rows
 

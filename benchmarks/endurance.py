@@ -13,8 +13,8 @@ from pathlib import Path
 import uvloop
 
 from benchmarks.compare import MODEL
-from benchmarks.load import WORDS, Job, run_load
 from benchmarks.server import Server, our_config, ray_serve
+from serve_app.loadgen import WORDS, Job, Target, run_load
 
 
 def engine_memory(server: Server) -> tuple[float, float]:
@@ -43,7 +43,7 @@ def main() -> int:
         print("loaded: now {:.0f} MB, at its highest {:.0f} MB".format(*engine_memory(server)), flush=True)
         for done in range(0, args.requests, args.every):
             jobs = [Job(" ".join(rng.choices(WORDS, k=rng.randint(2, 12))), rng.randint(1, 6)) for _ in range(args.every)]
-            result = uvloop.run(run_load(server.url, MODEL, jobs, 32))
+            result = uvloop.run(run_load(Target(server.url, MODEL), jobs, 32))
             now, highest = engine_memory(server)
             speed = len(jobs) / result.elapsed_s
             print(f"{done + len(jobs):>6} requests: {now:.0f} MB, at its highest {highest:.0f} MB, {speed:.0f} requests/s,"

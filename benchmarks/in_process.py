@@ -18,10 +18,10 @@ from pathlib import Path
 
 import uvloop
 
-from benchmarks.load import Job, LoadResult, Outcome, mixed_jobs
 from serve_app.config import EngineConfig
 from serve_app.engine.engine import BatchInferenceEngine
 from serve_app.engine.request import SamplingParams, UserRequest
+from serve_app.loadgen import Job, LoadResult, Outcome, mixed_jobs
 from serve_app.loading import load_engine
 from serve_app.models.checkpoint import find_checkpoint
 from serve_app.text.tokenizer import Tokenizer

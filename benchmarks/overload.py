@@ -23,8 +23,8 @@ import aiohttp
 import uvloop
 
 from benchmarks.compare import MODEL, jobs_of
-from benchmarks.load import Job, LoadResult, RefusedError, run_load, run_open_load, send
 from benchmarks.server import ROOT, our_config, ray_serve
+from serve_app.loadgen import Job, LoadResult, RefusedError, Target, run_load, run_open_load, send
 
 RESULTS = ROOT / "benchmarks" / "results"
 LOADS = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
@@ -63,7 +63,7 @@ async def obedient(url: str, jobs: list[Job], rate: float) -> dict[str, Any]:
             count = 0
             while True:
                 try:
-                    await send(session, url, MODEL, job)
+                    await send(session, Target(url, MODEL), job)
                 except RefusedError as refused:
                     count += 1
                     waits.append(refused.retry_after_s)
@@ -89,7 +89,7 @@ async def obedient(url: str, jobs: list[Job], rate: float) -> dict[str, Any]:
 async def beside_a_flood(url: str, seconds: float) -> dict[str, float]:
     """A quiet tenant's time to the first token, in seconds, alone and beside a flood of another tenant's calls."""
     quiet = [replace(job, max_tokens=16, user="quiet") for job in jobs_of(100, 11)]
-    alone = await run_load(url, MODEL, quiet, 1)
+    alone = await run_load(Target(url, MODEL), quiet, 1)
     stop = asyncio.Event()
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=600)) as session:
@@ -98,7 +98,7 @@ async def beside_a_flood(url: str, seconds: float) -> dict[str, float]:
         async def flooder() -> None:
             while not stop.is_set():
                 try:
-                    await send(session, url, MODEL, next(flood))
+                    await send(session, Target(url, MODEL), next(flood))
                 except RefusedError:
                     await asyncio.sleep(0.2)
 
@@ -106,7 +106,7 @@ async def beside_a_flood(url: str, seconds: float) -> dict[str, float]:
             for _ in range(FLOOD_CALLS):
                 group.create_task(flooder())
             await asyncio.sleep(seconds)
-            beside = await run_load(url, MODEL, quiet, 1)
+            beside = await run_load(Target(url, MODEL), quiet, 1)
             stop.set()
     ttfts = {"alone": alone, "beside": beside}
     return {
@@ -149,9 +149,9 @@ def main() -> int:
     engine["user_config"]["max_waiting_tokens"] = args.budget
     engine["autoscaling_config"]["max_replicas"] = 1
     with ray_serve(config, args.port) as server:
-        uvloop.run(run_load(server.url, MODEL, jobs_of(8, 99), 8))
+        uvloop.run(run_load(Target(server.url, MODEL), jobs_of(8, 99), 8))
         server.settle()
-        closed = uvloop.run(run_load(server.url, MODEL, jobs_of(96, 1), 32))
+        closed = uvloop.run(run_load(Target(server.url, MODEL), jobs_of(96, 1), 32))
         capacity = len(closed.outcomes) / closed.elapsed_s
         print(
             f"capacity (closed loop, 32 at a time): {capacity:.1f} requests/s, {closed.tokens_per_s:.0f} tokens/s",
@@ -169,7 +169,7 @@ def main() -> int:
         for load in LOADS:
             time.sleep(3)
             jobs = jobs_of(round(args.seconds * load * capacity), round(load * 10))
-            result = uvloop.run(run_open_load(server.url, MODEL, jobs, load * capacity))
+            result = uvloop.run(run_open_load(Target(server.url, MODEL), jobs, load * capacity))
             points.append(point_of(load, load * capacity, len(jobs), result))
             print(points[-1], flush=True)
     best = max(point.goodput_tokens_per_s for point in points)

@@ -31,7 +31,18 @@ MAY_IMPORT = {
     "routing": {"engine.request"},
     "app": {"config", "ingress", "replica"},
     "serve_file": {"errors", "config"},
-    "cli": {"errors", "models", "local", "ingress.access", "serve_file"},
+    "loadgen": set(),
+    "cli": {
+        "errors",
+        "cache",
+        "config",
+        "models",
+        "local",
+        "ingress.access",
+        "serve_file",
+        "loadgen",
+        "engine.native.kernels",
+    },
 }
 """Room -> the rooms (or single modules) of the project that it may import, besides itself."""
 

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from serve_app.cli import app
+from serve_app.cli.main import app
 from serve_app.errors import ConfigError
 from serve_app.serve_file import check_file
 

@@ -8,7 +8,7 @@ import openai
 import pytest
 from typer.testing import CliRunner
 
-from serve_app.cli import app
+from serve_app.cli.main import app
 from serve_app.config import ApiKey, IngressLimits
 from serve_app.ingress.access import new_key
 from serve_app.ingress.chat_page import FILES

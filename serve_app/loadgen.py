@@ -1,4 +1,4 @@
-"""A bounded, closed-loop load on an OpenAI-compatible completions endpoint on this machine."""
+"""A bounded load on an OpenAI-compatible server: closed (so many at a time) or open (a Poisson process)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import json
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
 
@@ -40,6 +41,23 @@ WORDS = [
     "summer",
     "village",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is loaded.
+
+    Attributes:
+        url: the server's root, without `/v1`.
+        chat: as chat completions; else as completions.
+        ignore_eos: every answer has all tokens that are asked for; a field that not every server knows.
+    """
+
+    url: str
+    model: str
+    api_key: str | None = None
+    chat: bool = False
+    ignore_eos: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +139,13 @@ def mixed_jobs(
     ]
 
 
-async def run_load(url: str, model: str, jobs: Sequence[Job], concurrency: int, timeout_s: float = 600) -> LoadResult:
-    """Sends all jobs, `concurrency` at a time, streamed and greedy; counts tokens from `usage`."""
+async def run_load(
+    target: Target, jobs: Sequence[Job], concurrency: int, timeout_s: float = 600, on_end: Callable[[], None] = lambda: None
+) -> LoadResult:
+    """Sends all jobs, `concurrency` at a time, streamed and greedy; counts tokens from `usage`.
+
+    `on_end` is called when a job is over.
+    """
     outcomes: list[Outcome] = []
     errors: list[str] = []
     waiting: Iterator[Job] = iter(jobs)
@@ -132,16 +155,19 @@ async def run_load(url: str, model: str, jobs: Sequence[Job], concurrency: int, 
         async def worker() -> None:
             for job in waiting:
                 try:
-                    outcomes.append(await send(session, url, model, job))
+                    outcomes.append(await send(session, target, job))
                 except (aiohttp.ClientError, TimeoutError, RuntimeError, RefusedError) as error:
                     errors.append(repr(error))
+                on_end()
 
         started_at = time.perf_counter()
         await asyncio.gather(*(worker() for _ in range(concurrency)))
         return LoadResult(outcomes, errors, time.perf_counter() - started_at)
 
 
-async def run_open_load(url: str, model: str, jobs: Sequence[Job], rate: float, timeout_s: float = 600) -> LoadResult:
+async def run_open_load(
+    target: Target, jobs: Sequence[Job], rate: float, timeout_s: float = 600, on_end: Callable[[], None] = lambda: None
+) -> LoadResult:
     """Sends the jobs as a Poisson process of `rate` requests per second, whether or not earlier ones have ended."""
     rng = random.Random(len(jobs))
     outcomes: list[Outcome] = []
@@ -153,11 +179,12 @@ async def run_open_load(url: str, model: str, jobs: Sequence[Job], rate: float, 
         async def one(job: Job) -> None:
             nonlocal num_refused
             try:
-                outcomes.append(await send(session, url, model, job))
+                outcomes.append(await send(session, target, job))
             except RefusedError:
                 num_refused += 1
             except (aiohttp.ClientError, TimeoutError, RuntimeError) as error:
                 errors.append(repr(error))
+            on_end()
 
         started_at = time.perf_counter()
         async with asyncio.TaskGroup() as group:
@@ -167,29 +194,33 @@ async def run_open_load(url: str, model: str, jobs: Sequence[Job], rate: float, 
         return LoadResult(outcomes, errors, time.perf_counter() - started_at, num_refused)
 
 
-async def send(session: aiohttp.ClientSession, url: str, model: str, job: Job) -> Outcome:
+async def send(session: aiohttp.ClientSession, target: Target, job: Job) -> Outcome:
     """Sends one job, streamed and greedy; once more where the server had closed the kept connection that it got."""
     try:
-        return await _send_once(session, url, model, job)
+        return await _send_once(session, target, job)
     except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
-        return await _send_once(session, url, model, job)
+        return await _send_once(session, target, job)
 
 
-async def _send_once(session: aiohttp.ClientSession, url: str, model: str, job: Job) -> Outcome:
-    body = {
-        "model": model,
-        "prompt": job.prompt,
+async def _send_once(session: aiohttp.ClientSession, target: Target, job: Job) -> Outcome:
+    prompt = {"messages": [{"role": "user", "content": job.prompt}]} if target.chat else {"prompt": job.prompt}
+    body: dict[str, Any] = {
+        "model": target.model,
+        **prompt,
         "max_tokens": job.max_tokens,
         "temperature": 0,
-        "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+    if target.ignore_eos:
+        body["ignore_eos"] = True
     if job.user is not None:
         body["user"] = job.user
     started_at = last_at = time.perf_counter()
     outcome = Outcome(0.0, 0.0, 0)
-    async with session.post(f"{url}/v1/completions", json=body) as response:
+    url = f"{target.url}/v1/{'chat/completions' if target.chat else 'completions'}"
+    headers = {} if target.api_key is None else {"Authorization": f"Bearer {target.api_key}"}
+    async with session.post(url, json=body, headers=headers) as response:
         if response.status == 429:
             raise RefusedError(float(response.headers.get("Retry-After", 1)))
         if response.status != 200:
@@ -206,7 +237,7 @@ async def _send_once(session: aiohttp.ClientSession, url: str, model: str, job: 
                     raise RuntimeError(str(event["error"]))
                 if event.get("usage"):
                     outcome.num_tokens = event["usage"]["completion_tokens"]
-                if any(choice["text"] for choice in event["choices"]):
+                if any(_has_text(choice) for choice in event["choices"]):
                     if outcome.ttft_s == 0.0:
                         outcome.ttft_s = now - started_at
                     else:
@@ -216,6 +247,11 @@ async def _send_once(session: aiohttp.ClientSession, url: str, model: str, job: 
     if outcome.ttft_s == 0.0:
         outcome.ttft_s = outcome.total_s
     return outcome
+
+
+def _has_text(choice: dict[str, Any]) -> bool:
+    delta = choice.get("delta", {})
+    return bool(choice.get("text") or delta.get("content") or delta.get("reasoning_content"))
 
 
 def _data_of(event: bytes) -> bytes | None:
