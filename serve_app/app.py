@@ -22,6 +22,6 @@ def build_app(args: dict[str, Any]) -> Application:
         ConfigError: an unknown key or an impossible value, named by its path.
     """
     config = parse_section(ServeConfig, args, "args")
-    engine = serve.deployment(name="Engine")(EngineReplica).bind(config.model, config.engine)
-    ingress: Application = serve.deployment(name="Ingress")(IngressReplica).bind(engine, config.model)
+    engine = serve.deployment(name="Engine")(EngineReplica).bind(config.model, config.engine, config.tracing)
+    ingress: Application = serve.deployment(name="Ingress")(IngressReplica).bind(engine, config.model, config.tracing)
     return ingress

@@ -118,11 +118,21 @@ class IngressLimits(Section):
         return self
 
 
+class TracingConfig(Section):
+    """OpenTelemetry traces of calls."""
+
+    endpoint: str | None = Field(default=None, pattern=r"^https?://")
+    """Where an OTLP collector takes traces over HTTP, such as http://localhost:4318/v1/traces. When absent: none."""
+    sample_ratio: float = Field(default=1.0, ge=0, le=1)
+    """Part of the calls that are traced, of those whose caller sent no `traceparent`; else the caller has decided."""
+
+
 class ServeConfig(Section):
     """The `args` of the application in `serve_config.yaml`."""
 
     model: ModelConfig = ModelConfig()
     engine: EngineConfig = EngineConfig()
+    tracing: TracingConfig = TracingConfig()
 
     @model_validator(mode="after")
     def _cache_holds_the_context(self) -> Self:

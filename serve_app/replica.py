@@ -16,13 +16,14 @@ from typing import Any
 from ray import serve
 
 from serve_app.channel import Portion, StepSender, StepSenders
-from serve_app.config import EngineConfig, EngineLimits, ModelConfig, parse_section
+from serve_app.config import EngineConfig, EngineLimits, ModelConfig, TracingConfig, parse_section
 from serve_app.engine.engine import EngineStats
 from serve_app.engine.request import Delivery, EngineLoad, RequestFailure, UserRequest
 from serve_app.engine.stream import TokenStream
 from serve_app.errors import EngineUnavailableError, ServeAppError
 from serve_app.loading import load_engine
 from serve_app.metrics import ReplicaMetrics
+from serve_app.tracing import EngineTracing, open_provider
 
 logger = logging.getLogger(__name__)
 
@@ -34,12 +35,15 @@ DOOR_CONCURRENCY = 1024
 class EngineReplica:
     """One model replica."""
 
-    def __init__(self, model: ModelConfig, engine: EngineConfig) -> None:
+    def __init__(self, model: ModelConfig, engine: EngineConfig, tracing: TracingConfig) -> None:
         self._config = engine
         self._engine = load_engine(model=model, engine=engine)
         self._engine.when_dead(_leave)  # at once: an idle corpse would draw all calls to itself
         self._metrics = ReplicaMetrics()
         self._senders = StepSenders()
+        self._tracing = None
+        if tracing.endpoint is not None:
+            self._tracing = EngineTracing(open_provider(tracing, "engine"), self._engine.take_traces)
         self.reconfigure(None)  # Serve calls it again if the YAML has a user_config
 
     def reconfigure(self, user_config: dict[str, Any] | None) -> None:
@@ -135,6 +139,8 @@ class EngineReplica:
             await asyncio.sleep(DRAIN_POLL_S)
         await self._senders.close()
         await asyncio.to_thread(self._engine.shutdown)
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
 
 
 def _leave() -> None:

@@ -31,7 +31,16 @@ def test_the_file_that_operators_edit_is_valid_and_complete():
 
 
 def test_every_key_is_commented():
-    section_starts = ("args", "model", "engine", "deployments", "user_config", "autoscaling_config", "http_options")
+    section_starts = (
+        "args",
+        "model",
+        "engine",
+        "tracing",
+        "deployments",
+        "user_config",
+        "autoscaling_config",
+        "http_options",
+    )
     uncommented = [
         line
         for line in YAML.read_text().splitlines()

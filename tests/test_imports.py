@@ -22,11 +22,22 @@ MAY_IMPORT = {
     "text": {"errors", "engine.request"},
     "models": {"errors", "cache"},
     "channel": {"errors", "engine.request"},
-    "ingress": {"errors", "config", "channel", "engine.request", "text", "models.facts", "models.checkpoint", "metrics"},
+    "ingress": {
+        "errors",
+        "config",
+        "channel",
+        "engine.request",
+        "text",
+        "models.facts",
+        "models.checkpoint",
+        "metrics",
+        "tracing",
+    },
     "loading": {"errors", "config", "engine", "models"},
     "local": {"errors", "config", "engine", "text", "models", "loading"},
     "metrics": {"engine"},
-    "replica": {"errors", "config", "channel", "engine", "loading", "metrics"},
+    "tracing": {"config", "engine.timing"},
+    "replica": {"errors", "config", "channel", "engine", "loading", "metrics", "tracing"},
     "autoscaling": set(),
     "routing": {"engine.request"},
     "app": {"config", "ingress", "replica"},
@@ -49,6 +60,7 @@ MAY_IMPORT = {
 HOMES = {
     "ray": {"app", "ingress", "replica", "metrics", "autoscaling", "routing", "serve_file"},
     "starlette": {"ingress"},
+    "opentelemetry": {"ingress", "tracing"},
     "torch": {"engine", "models"},
 }
 TORCH_FILES = {

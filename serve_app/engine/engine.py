@@ -27,7 +27,7 @@ from serve_app.engine.sequence import Sequence
 from serve_app.engine.status import Status
 from serve_app.engine.stop_flag import StepInterruptedError
 from serve_app.engine.stream import TokenStream, deliver
-from serve_app.engine.timing import Timing, Timings
+from serve_app.engine.timing import MANY, MAX_STEPS, RequestTrace, StepTrace, Timing, Timings
 from serve_app.errors import (
     ContextLengthError,
     DeadlineError,
@@ -134,6 +134,8 @@ class BatchInferenceEngine:
         self._num_prefix_hit_tokens = 0
         self._num_prefix_query_tokens = 0
         self._timings = Timings()
+        self._traced_endings: list[RequestTrace] = []  # of the step that runs
+        self._traces: deque[RequestTrace] = deque(maxlen=MANY)
         self._last_batch_size = 0
         self._tokens_per_s = 0.0
         self._last_progress_at = time.monotonic()
@@ -249,6 +251,11 @@ class BatchInferenceEngine:
             max_batch_size=scheduler.max_batch_size,
             tokens_per_s=self._tokens_per_s,
         )
+
+    def take_traces(self) -> Iterator[RequestTrace]:
+        """Requests with a `traceparent` that ended since it was called before. From any one thread."""
+        while self._traces:
+            yield self._traces.popleft()
 
     def take_timings(self) -> Iterator[tuple[Timing, float]]:
         """What was measured since this was called before."""
@@ -366,6 +373,9 @@ class BatchInferenceEngine:
         plan = self._scheduler.plan(time.monotonic())
         told = [*endings, *self._run(plan)] if plan.rows else endings
         self._deliver(told)
+        if self._traced_endings:
+            self._traces.extend(self._traced_endings)
+            self._traced_endings.clear()
         return bool(plan.rows or endings)
 
     def _take_in(self) -> list[Delivery]:
@@ -413,7 +423,7 @@ class BatchInferenceEngine:
             return []
         finally:
             self._let_interrupt(())
-        self._record(plan, time.monotonic() - started_at)
+        self._record(plan, started_at, time.monotonic())
         return told
 
     def _let_interrupt(self, tenants: Iterable[str]) -> None:
@@ -486,6 +496,23 @@ class BatchInferenceEngine:
         self._leave_queue([sequence])
         self._scheduler.remove(sequence, ending)
         del self._sequences[sequence.request.request_id]
+        if sequence.request.traceparent is not None:
+            self._traced_endings.append(self._trace_of(sequence, sequence.request.traceparent, ending))
+
+    def _trace_of(self, sequence: Sequence, traceparent: str, ending: Status) -> RequestTrace:
+        return RequestTrace(
+            sequence.request.request_id,
+            traceparent,
+            sequence.arrived_at,
+            sequence.started_at,
+            sequence.first_token_at,
+            time.monotonic(),
+            ending.name.lower(),
+            sequence.num_prompt_tokens,
+            sequence.num_cached_tokens,
+            sequence.num_output_tokens,
+            sequence.steps,
+        )
 
     def _leave_queue(self, sequences: Iterable[Sequence]) -> None:
         """Takes sequences that start (or end unstarted) out of the waiting sum, once each."""
@@ -498,8 +525,14 @@ class BatchInferenceEngine:
             with self._inbox:
                 self._num_waiting_tokens -= sum(sequence.request.num_tokens_at_most for sequence in leaving)
 
-    def _record(self, plan: StepPlan, elapsed_s: float) -> None:
+    def _record(self, plan: StepPlan, started_at: float, ended_at: float) -> None:
+        elapsed_s = ended_at - started_at
         self._num_steps += 1
+        step: StepTrace | None = None
+        for row in plan.rows:
+            if row.sequence.request.traceparent is not None and len(row.sequence.steps) < MAX_STEPS:
+                step = step or StepTrace(self._num_steps, started_at, ended_at, len(plan.rows), plan.num_tokens)
+                row.sequence.steps.append(step)
         self._num_computed_tokens += plan.num_tokens
         self._last_batch_size = len(plan.rows)
         self._timings.note(Timing.STEP, elapsed_s)

@@ -135,6 +135,9 @@ class UserRequest:
     timeout_s: float | None = None
     """So long after its arrival in the engine it ends with `DeadlineError`, done or not; waiting, it is never computed."""
 
+    traceparent: str | None = None
+    """The span that it belongs to, as W3C's trace context has it; with one, the engine keeps what its trace needs."""
+
     @property
     def num_tokens_at_most(self) -> int:
         """Prompt and all tokens that may be drawn: the work that it may become."""

@@ -10,6 +10,7 @@ from array import array
 
 from serve_app.engine.request import MAX_SEED, FinishReason, TokenLogprobs, UserRequest
 from serve_app.engine.status import MOVES, Status, move
+from serve_app.engine.timing import StepTrace
 
 _arrivals = itertools.count()
 
@@ -27,6 +28,7 @@ class Sequence:
         num_charged_tokens: of `token_ids`, those that count as given to the tenant.
         is_queued: no step has computed anything for it yet.
         arrived_at, started_at, first_token_at: on the monotonic clock; 0 before its first step, and its first token.
+        steps: those that it took part in, when it is traced; the first `MAX_STEPS`.
         prompt_logprobs: of the prompt's tokens from the second on, as far as they are known, when asked for.
     """
 
@@ -44,6 +46,7 @@ class Sequence:
         self.arrived_at = time.monotonic()
         self.started_at = 0.0
         self.first_token_at = 0.0
+        self.steps: list[StepTrace] = []
         self.expires_at = None if request.timeout_s is None else self.arrived_at + request.timeout_s
         self.block_ids: list[int] = []
         self.num_registered_blocks = 0

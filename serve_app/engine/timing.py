@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
+MAX_STEPS = 128
+"""Steps of a request that its trace names: the first ones."""
 MANY = 100_000
 """Values that are kept while nobody takes them; then the oldest go."""
 
@@ -19,6 +22,34 @@ class Timing(StrEnum):
     STEP = "a step's time"
     BATCH_SIZE = "a step's rows"
     STEP_TOKENS = "a step's tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class StepTrace:
+    """A step that a traced request took part in. Times on the monotonic clock."""
+
+    number: int
+    started_at: float
+    ended_at: float
+    num_rows: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTrace:
+    """A request that came with a `traceparent`, at its end. Times on the monotonic clock, 0 for what it did not reach."""
+
+    request_id: str
+    traceparent: str
+    arrived_at: float
+    started_at: float
+    first_token_at: float
+    ended_at: float
+    ending: str
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    steps: Sequence[StepTrace]
 
 
 class Timings:

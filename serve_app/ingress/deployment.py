@@ -8,32 +8,37 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
-from serve_app.config import IngressLimits, ModelConfig, parse_section
+from serve_app.config import IngressLimits, ModelConfig, TracingConfig, parse_section
 from serve_app.ingress.call_log import CallRecord, open_log, write
 from serve_app.ingress.continuation import ContinuingClient
 from serve_app.ingress.engine_client import ServeEngineClient
 from serve_app.ingress.routes import Api
+from serve_app.ingress.tracing import TracedClient
 from serve_app.metrics import IngressMetrics
 from serve_app.models.checkpoint import find_checkpoint
 from serve_app.models.facts import read_facts
 from serve_app.text.tokenizer import Tokenizer
+from serve_app.tracing import open_provider
 
 
 @serve.ingress()
 class IngressReplica:
     """One ingress replica. Holds the tokenizer, never the weights."""
 
-    def __init__(self, engine: DeploymentHandle[Any], model: ModelConfig) -> None:
+    def __init__(self, engine: DeploymentHandle[Any], model: ModelConfig, tracing: TracingConfig) -> None:
         open_log()
         self._metrics = IngressMetrics()
         checkpoint = find_checkpoint(model.source, model.revision)
+        tracer = None if tracing.endpoint is None else open_provider(tracing, "ingress").get_tracer("serve_app")
+        way = ServeEngineClient(engine, lambda: self._api.limits.step_channel)
         self._api = Api(
             model_name=model.name or checkpoint.name,
             tokenizer=Tokenizer.load(checkpoint.path, checkpoint.revision),
             facts=read_facts(checkpoint, model.max_model_len),
-            client=ContinuingClient(ServeEngineClient(engine, lambda: self._api.limits.step_channel)),
+            client=ContinuingClient(way if tracer is None else TracedClient(way, tracer)),
             limits=IngressLimits(),
             report=self._report,
+            tracer=tracer,
             reasoning_tags=None if model.reasoning_tags is None else (model.reasoning_tags[0], model.reasoning_tags[1]),
         )
 

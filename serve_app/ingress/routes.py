@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from importlib.metadata import version
 from typing import Any, TypeVar
 
+from opentelemetry.trace import Tracer
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -46,6 +47,7 @@ from serve_app.ingress.schema.generation import REQUEST_ID, GenerationRequest
 from serve_app.ingress.schema.responses import ResponsesRequest
 from serve_app.ingress.schema.tokens import DetokenizeRequest, TokenizeRequest
 from serve_app.ingress.serve_headers import timeout_of
+from serve_app.ingress.tracing import TraceCalls
 from serve_app.models.facts import ModelFacts
 from serve_app.text.tokenizer import Tokenizer
 
@@ -66,6 +68,7 @@ class Api:
         limits: what a request may be; may be replaced while serving.
         reasoning_tags: what opens and closes the model's reasoning, when chat is to split it off.
         report: is told of every call that is over.
+        tracer: makes a span of every call; None for no traces.
     """
 
     def __init__(
@@ -78,7 +81,9 @@ class Api:
         limits: IngressLimits,
         reasoning_tags: tuple[str, str] | None = None,
         report: Callable[[CallRecord], None] = write,
+        tracer: Tracer | None = None,
     ) -> None:
+        self._tracer = tracer
         self._report = report
         self.limits = limits
         self._model_name = model_name
@@ -95,6 +100,7 @@ class Api:
         return Starlette(
             routes=self.routes(),
             middleware=[
+                *([] if self._tracer is None else [Middleware(TraceCalls, self._tracer)]),
                 Middleware(CallLog, self._report),
                 Middleware(Cors, lambda: self.limits),
                 Middleware(KeyGate, lambda: self.limits),

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import openai
 import uvicorn
+from opentelemetry.trace import Tracer
 
 from serve_app.config import IngressLimits
 from serve_app.engine.engine import BatchInferenceEngine
@@ -22,6 +23,7 @@ from serve_app.engine.request import Delivery, EngineLoad, RequestFailure, UserR
 from serve_app.errors import ServeAppError
 from serve_app.ingress.call_log import CallRecord
 from serve_app.ingress.routes import Api
+from serve_app.ingress.tracing import TracedClient
 from serve_app.models.facts import ModelFacts
 from serve_app.text.tokenizer import Tokenizer
 from tests.fakes import text_tokenizer
@@ -176,6 +178,7 @@ def serving(
     limits: IngressLimits | None = None,
     facts: ModelFacts | None = None,
     reasoning_tags: tuple[str, str] | None = None,
+    tracer: Tracer | None = None,
     **engine_options: Any,
 ) -> Iterator[Server]:
     """Runs the API over `runner` until the block ends; then nothing may be left over."""
@@ -186,7 +189,8 @@ def serving(
         model_name=MODEL,
         tokenizer=tokenizer or text_tokenizer(),
         facts=facts or ModelFacts(runner.end_token_ids, runner.max_model_len, runner.vocab_size),
-        client=client,
+        client=client if tracer is None else TracedClient(client, tracer),
+        tracer=tracer,
         limits=limits or IngressLimits(),
         reasoning_tags=reasoning_tags,
         report=records.append,

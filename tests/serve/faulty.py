@@ -9,7 +9,7 @@ from typing import Any
 from ray.serve import Application
 
 from serve_app import app
-from serve_app.config import EngineConfig, ModelConfig
+from serve_app.config import EngineConfig, ModelConfig, TracingConfig
 from serve_app.replica import EngineReplica
 
 FAULTS = ("wedge", "break_loop")
@@ -21,8 +21,8 @@ class FaultyReplica(EngineReplica):
     The replica whose step finds the file takes it, and breaks: one of them, and one that is at work.
     """
 
-    def __init__(self, model: ModelConfig, engine: EngineConfig) -> None:
-        super().__init__(model, engine)
+    def __init__(self, model: ModelConfig, engine: EngineConfig, tracing: TracingConfig) -> None:
+        super().__init__(model, engine, tracing)
         runner: Any = self._engine.runner
         scheduler: Any = self._engine._scheduler
         run = runner.run
