@@ -7,7 +7,7 @@ from typing import Any
 from ray import serve
 from ray.serve import Application
 
-from serve_app.config import ServeConfig, parse_section
+from serve_app.config import INGRESS, ServeConfig, parse_section
 from serve_app.ingress.deployment import IngressReplica
 from serve_app.replica import EngineReplica
 
@@ -22,6 +22,9 @@ def build_app(args: dict[str, Any]) -> Application:
         ConfigError: an unknown key or an impossible value, named by its path.
     """
     config = parse_section(ServeConfig, args, "args")
-    engine = serve.deployment(name="Engine")(EngineReplica).bind(config.model, config.engine, config.tracing)
-    ingress: Application = serve.deployment(name="Ingress")(IngressReplica).bind(engine, config.model, config.tracing)
+    models = [
+        (model, serve.deployment(name=name)(EngineReplica).bind(model, engine, config.tracing))
+        for name, (model, engine) in config.engines().items()
+    ]
+    ingress: Application = serve.deployment(name=INGRESS)(IngressReplica).bind(models, config.tracing)
     return ingress

@@ -12,6 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from serve_app.errors import ConfigError
 
+ENGINE, INGRESS = "Engine", "Ingress"
+"""Names of the deployments; with several models the engines' are `Engine-NAME`."""
+
 
 class Section(BaseModel):
     """A part of the configuration: frozen, no unknown keys, no silent conversions (`"8"` is not 8)."""
@@ -118,6 +121,15 @@ class IngressLimits(Section):
         return self
 
 
+class NamedModelConfig(ModelConfig):
+    """One of several models (`args.models`): its name is part of its engine deployment's."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    """The name callers use; its deployment is `Engine-NAME`."""
+    engine: EngineConfig | None = None
+    """Its engine's settings; `args.engine` when absent."""
+
+
 class TracingConfig(Section):
     """OpenTelemetry traces of calls."""
 
@@ -131,14 +143,32 @@ class ServeConfig(Section):
     """The `args` of the application in `serve_config.yaml`."""
 
     model: ModelConfig = ModelConfig()
+    models: list[NamedModelConfig] | None = Field(default=None, min_length=1, max_length=64)
+    """Several models instead of `model`, each with an engine deployment of its own; calls that name none get the first."""
     engine: EngineConfig = EngineConfig()
     tracing: TracingConfig = TracingConfig()
 
+    def engines(self) -> dict[str, tuple[ModelConfig, EngineConfig]]:
+        """What each engine deployment serves, by its name; `Engine` where there is one model."""
+        if self.models is None:
+            return {ENGINE: (self.model, self.engine)}
+        return {f"{ENGINE}-{model.name}": (model, model.engine or self.engine) for model in self.models}
+
+    @model_validator(mode="after")
+    def _models_are_named_apart(self) -> Self:
+        if self.models is not None and self.model != ModelConfig():
+            raise ValueError("model and models: give one of them")
+        names = [model.name for model in self.models or ()]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"models has two of the name {twice!r}")
+        return self
+
     @model_validator(mode="after")
     def _cache_holds_the_context(self) -> Self:
-        size, longest = self.engine.kv_cache_tokens, self.model.max_model_len
-        if size is not None and longest is not None and size < longest:
-            raise ValueError(f"engine.kv_cache_tokens ({size}) must be at least model.max_model_len ({longest})")
+        for model, engine in self.engines().values():
+            size, longest = engine.kv_cache_tokens, model.max_model_len
+            if size is not None and longest is not None and size < longest:
+                raise ValueError(f"engine.kv_cache_tokens ({size}) must be at least model.max_model_len ({longest})")
         return self
 
 

@@ -16,11 +16,10 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from ray.serve.schema import ServeDeploySchema
 
-from serve_app.config import EngineLimits, IngressLimits, Section, ServeConfig, parse_section
+from serve_app.config import INGRESS, EngineLimits, IngressLimits, Section, ServeConfig, parse_section
 from serve_app.errors import ConfigError
 
 IMPORT_PATH = "serve_app.app:build_app"
-LIMITS: dict[str, type[Section]] = {"Engine": EngineLimits, "Ingress": IngressLimits}
 
 
 def check_file(path: Path) -> None:
@@ -50,16 +49,19 @@ def check_file(path: Path) -> None:
 
 def _problems_of_ours(application: dict[str, Any]) -> Iterator[str]:
     """What our own code would refuse when it starts, and deployments that it does not have."""
-    sections: list[tuple[type[Section], Any, str]] = [(ServeConfig, application.get("args"), "args")]
+    try:
+        engines = list(parse_section(ServeConfig, application.get("args"), "args").engines())
+    except ConfigError as error:
+        yield str(error)
+        engines = [deployment["name"] for deployment in application.get("deployments", [])]  # unknown, so all may be
+    limits: dict[str, type[Section]] = {**dict.fromkeys(engines, EngineLimits), INGRESS: IngressLimits}
     for deployment in application.get("deployments", []):
         name = deployment["name"]
-        if name in LIMITS:
-            sections.append((LIMITS[name], deployment.get("user_config"), f"{name}.user_config"))
-        else:
-            yield f"deployments.{name}: unknown deployment{_hint(name, LIMITS)}"
-    for kind, raw, path in sections:
+        if name not in limits:
+            yield f"deployments.{name}: unknown deployment{_hint(name, limits)}"
+            continue
         try:
-            parse_section(kind, raw, path)
+            parse_section(limits[name], deployment.get("user_config"), f"{name}.user_config")
         except ConfigError as error:
             yield str(error)
 

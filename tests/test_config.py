@@ -1,5 +1,6 @@
 """Settings: what is wrong is named by its path, before anything starts."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,30 @@ def test_all_problems_are_told_at_once():
         parse_section(EngineLimits, {"max_batch_size": 0, "wait": 1}, "Engine.user_config")
     assert "Engine.user_config.max_batch_size" in str(refusal.value)
     assert "Engine.user_config.wait: unknown key" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        ({"models": [{"source": "builtin"}]}, "args.models.0.name"),
+        ({"models": []}, "args.models"),
+        ({"models": [{"name": "a/b"}]}, "args.models.0.name"),
+        ({"models": [{"name": "a"}, {"name": "a"}]}, "two of the name 'a'"),
+        ({"models": [{"name": "a"}], "model": {"source": "x"}}, "give one of them"),
+        ({"models": [{"name": "a", "max_model_len": 99, "engine": {"kv_cache_tokens": 50}}]}, "kv_cache_tokens (50)"),
+    ],
+)
+def test_several_models_are_checked_each(args, told):
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        parse_section(ServeConfig, args, "args")
+
+
+def test_each_model_has_an_engine_deployment():
+    assert list(ServeConfig().engines()) == ["Engine"]
+    own = {"block_size": 8}
+    config = parse_section(ServeConfig, {"models": [{"name": "a"}, {"name": "b", "engine": own}]}, "args")
+    assert list(config.engines()) == ["Engine-a", "Engine-b"]
+    assert [engine.block_size for _, engine in config.engines().values()] == [16, 8]
 
 
 def test_settings_are_frozen():

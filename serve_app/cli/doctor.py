@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from serve_app.cache import cache_root
-from serve_app.config import ServeConfig, parse_section
+from serve_app.config import INGRESS, EngineConfig, ModelConfig, ServeConfig, parse_section
 from serve_app.engine.native.kernels import Arithmetic, load_kernels
 from serve_app.errors import ConfigError, ServeAppError
 from serve_app.models.checkpoint import Checkpoint, find_checkpoint
@@ -82,11 +82,17 @@ def _packages() -> Iterator[Finding]:
 
 def _application(application: dict[str, Any]) -> Iterator[Finding]:
     config = parse_section(ServeConfig, application.get("args"), "args")
+    for name, (model, engine) in config.engines().items():
+        [deployment] = [one for one in application.get("deployments", []) if one["name"] == name] or [{}]
+        yield from _model(model, engine, _num_replicas(deployment))
+
+
+def _model(model: ModelConfig, engine: EngineConfig, num_replicas: int) -> Iterator[Finding]:
     try:
-        checkpoint = find_checkpoint(config.model.source, config.model.revision)
-        facts = read_facts(checkpoint, config.model.max_model_len)
+        checkpoint = find_checkpoint(model.source, model.revision)
+        facts = read_facts(checkpoint, model.max_model_len)
     except ServeAppError as error:
-        yield Finding("model", Verdict.WRONG, str(error), f"serve-app pull {config.model.source}")
+        yield Finding("model", Verdict.WRONG, str(error), f"serve-app pull {model.source}")
         return
     if checkpoint.is_local:
         yield Finding("model", Verdict.GOOD, f"{checkpoint.name}, context {facts.max_model_len}")
@@ -95,19 +101,19 @@ def _application(application: dict[str, Any]) -> Iterator[Finding]:
             "model", Verdict.SLOW, f"{checkpoint.name}, fetched at the start", f"serve-app pull {checkpoint.path}"
         )
     try:
-        device = choose_device(config.model.device).type
+        device = choose_device(model.device).type
     except ServeAppError as error:
         yield Finding("device", Verdict.WRONG, str(error), "model.device: auto")
         return
     yield Finding("device", Verdict.GOOD, device)
     if device == "cpu":
-        yield _kernels(config)
-        yield _threads(config, application)
-        yield _memory(checkpoint, application)
+        yield _kernels(engine)
+        yield _threads(engine, num_replicas)
+        yield _memory(checkpoint, num_replicas)
 
 
-def _kernels(config: ServeConfig) -> Finding:
-    if not config.engine.native_kernels:
+def _kernels(engine: EngineConfig) -> Finding:
+    if not engine.native_kernels:
         return Finding("kernels", Verdict.SLOW, "switched off", "engine.native_kernels: true")
     kernels = load_kernels()
     if kernels is None:
@@ -116,19 +122,19 @@ def _kernels(config: ServeConfig) -> Finding:
     return Finding("kernels", Verdict.GOOD, f"{', '.join(known)}, in {cache_root()}")
 
 
-def _threads(config: ServeConfig, application: dict[str, Any]) -> Finding:
+def _threads(engine: EngineConfig, num_replicas: int) -> Finding:
     cores = len(os.sched_getaffinity(0))
-    wanted = (config.engine.num_threads or cores) * _num_replicas(application)
+    wanted = (engine.num_threads or cores) * num_replicas
     found = f"{wanted} for {cores} cores"
     if wanted > cores:
-        each = max(1, cores // _num_replicas(application))
+        each = max(1, cores // num_replicas)
         return Finding("threads", Verdict.SLOW, found, f"engine.num_threads: {each}, or fewer replicas")
     return Finding("threads", Verdict.GOOD, found)
 
 
-def _memory(checkpoint: Checkpoint, application: dict[str, Any]) -> Finding:
+def _memory(checkpoint: Checkpoint, num_replicas: int) -> Finding:
     weights = sum(file.stat().st_size for file in Path(checkpoint.path).glob("*.safetensors"))
-    needed = (weights + ENGINE_OVERHEAD) * _num_replicas(application)
+    needed = (weights + ENGINE_OVERHEAD) * num_replicas
     free = _available_memory()
     found = f"{free >> 20:,} MiB available, at most {needed >> 20:,} MiB needed"
     if needed > free:
@@ -136,10 +142,9 @@ def _memory(checkpoint: Checkpoint, application: dict[str, Any]) -> Finding:
     return Finding("memory", Verdict.GOOD, found)
 
 
-def _num_replicas(application: dict[str, Any]) -> int:
+def _num_replicas(deployment: dict[str, Any]) -> int:
     """Engine replicas at the start; more may come with the load."""
-    [engine] = [one for one in application.get("deployments", []) if one["name"] == "Engine"] or [{}]
-    fewest = (engine.get("autoscaling_config") or {}).get("min_replicas", engine.get("num_replicas") or 1)
+    fewest = (deployment.get("autoscaling_config") or {}).get("min_replicas", deployment.get("num_replicas") or 1)
     return max(1, int(fewest))
 
 
@@ -172,7 +177,7 @@ def _has_keys(content: dict[str, Any]) -> bool:
         (deployment.get("user_config") or {}).get("api_keys") is not None
         for application in content["applications"]
         for deployment in application.get("deployments", [])
-        if deployment["name"] == "Ingress"
+        if deployment["name"] == INGRESS
     )
 
 

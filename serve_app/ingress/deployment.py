@@ -13,6 +13,7 @@ from serve_app.ingress.call_log import CallRecord, open_log, write
 from serve_app.ingress.continuation import ContinuingClient
 from serve_app.ingress.engine_client import ServeEngineClient
 from serve_app.ingress.routes import Api
+from serve_app.ingress.served_model import ServedModel
 from serve_app.ingress.tracing import TracedClient
 from serve_app.metrics import IngressMetrics
 from serve_app.models.checkpoint import find_checkpoint
@@ -23,22 +24,33 @@ from serve_app.tracing import open_provider
 
 @serve.ingress()
 class IngressReplica:
-    """One ingress replica. Holds the tokenizer, never the weights."""
+    """One ingress replica. Holds the models' tokenizers, never weights.
 
-    def __init__(self, engine: DeploymentHandle[Any], model: ModelConfig, tracing: TracingConfig) -> None:
+    Args:
+        models: what is served, and the engine deployment of each.
+        tracing: where spans go.
+    """
+
+    def __init__(self, models: list[tuple[ModelConfig, DeploymentHandle[Any]]], tracing: TracingConfig) -> None:
         open_log()
         self._metrics = IngressMetrics()
-        checkpoint = find_checkpoint(model.source, model.revision)
-        tracer = None if tracing.endpoint is None else open_provider(tracing, "ingress").get_tracer("serve_app")
-        way = ServeEngineClient(engine, lambda: self._api.limits.step_channel)
+        self._tracer = None if tracing.endpoint is None else open_provider(tracing, "ingress").get_tracer("serve_app")
         self._api = Api(
-            model_name=model.name or checkpoint.name,
-            tokenizer=Tokenizer.load(checkpoint.path, checkpoint.revision),
-            facts=read_facts(checkpoint, model.max_model_len),
-            client=ContinuingClient(way if tracer is None else TracedClient(way, tracer)),
+            models=[self._served(model, engine) for model, engine in models],
             limits=IngressLimits(),
             report=self._report,
-            tracer=tracer,
+            tracer=self._tracer,
+        )
+
+    def _served(self, model: ModelConfig, engine: DeploymentHandle[Any]) -> ServedModel:
+        checkpoint = find_checkpoint(model.source, model.revision)
+        way = ServeEngineClient(engine, lambda: self._api.limits.step_channel)
+        return ServedModel(
+            model.name or checkpoint.name,
+            Tokenizer.load(checkpoint.path, checkpoint.revision),
+            read_facts(checkpoint, model.max_model_len),
+            ContinuingClient(way if self._tracer is None else TracedClient(way, self._tracer)),
+            allows_templates=lambda: self._api.limits.allow_chat_template,
             reasoning_tags=None if model.reasoning_tags is None else (model.reasoning_tags[0], model.reasoning_tags[1]),
         )
 

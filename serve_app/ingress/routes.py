@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from importlib.metadata import version
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from opentelemetry.trace import Tracer
 from starlette.applications import Starlette
@@ -20,7 +19,6 @@ from starlette.routing import Route
 from serve_app.config import IngressLimits
 from serve_app.errors import RequestError, ServeAppError, UnknownModelError, UnknownRouteError
 from serve_app.ingress.access import LIVENESS, Cors, KeyGate, caller_of
-from serve_app.ingress.admission import Admission
 from serve_app.ingress.answers import (
     EventStream,
     NamedEventStream,
@@ -34,10 +32,9 @@ from serve_app.ingress.answers import (
 from serve_app.ingress.body import read_json
 from serve_app.ingress.call_log import REQUEST_ID_HEADER, CallLog, CallRecord, record_of, write
 from serve_app.ingress.chat_page import page_routes
-from serve_app.ingress.engine_client import EngineClient
 from serve_app.ingress.generation import ChoiceDelta, Deadline, Generation
 from serve_app.ingress.openapi import describe, page
-from serve_app.ingress.prompts import Prompt, Prompter
+from serve_app.ingress.prompts import Prompt
 from serve_app.ingress.rendering import ChatRenderer, CompletionRenderer, Json, Renderer
 from serve_app.ingress.response_rendering import ResponseRenderer
 from serve_app.ingress.schema.base import Schema, parse_request
@@ -47,9 +44,8 @@ from serve_app.ingress.schema.generation import REQUEST_ID, GenerationRequest
 from serve_app.ingress.schema.responses import ResponsesRequest
 from serve_app.ingress.schema.tokens import DetokenizeRequest, TokenizeRequest
 from serve_app.ingress.serve_headers import timeout_of
+from serve_app.ingress.served_model import ServedModel
 from serve_app.ingress.tracing import TraceCalls
-from serve_app.models.facts import ModelFacts
-from serve_app.text.tokenizer import Tokenizer
 
 VERSION = version("serve_app")
 
@@ -58,15 +54,11 @@ SchemaT = TypeVar("SchemaT", bound=Schema)
 
 
 class Api:
-    """The OpenAI API over one model.
+    """The OpenAI API over one or several models.
 
     Args:
-        model_name: the name that callers use.
-        tokenizer: the model's.
-        facts: the model's context, vocabulary and recommended sampling.
-        client: the engine.
+        models: what is served; the first one also answers calls that name none.
         limits: what a request may be; may be replaced while serving.
-        reasoning_tags: what opens and closes the model's reasoning, when chat is to split it off.
         report: is told of every call that is over.
         tracer: makes a span of every call; None for no traces.
     """
@@ -74,26 +66,15 @@ class Api:
     def __init__(
         self,
         *,
-        model_name: str,
-        tokenizer: Tokenizer,
-        facts: ModelFacts,
-        client: EngineClient,
+        models: Sequence[ServedModel],
         limits: IngressLimits,
-        reasoning_tags: tuple[str, str] | None = None,
         report: Callable[[CallRecord], None] = write,
         tracer: Tracer | None = None,
     ) -> None:
         self._tracer = tracer
         self._report = report
         self.limits = limits
-        self._model_name = model_name
-        self._tokenizer = tokenizer
-        self._facts = facts
-        self._client = client
-        self._admission = Admission(client)
-        self._reasoning_tags = reasoning_tags
-        self._prompter = Prompter(tokenizer, facts, lambda: self.limits.allow_chat_template)
-        self._created = int(time.time())
+        self._models = {model.name: model for model in models}
 
     def asgi(self) -> Starlette:
         """The ASGI application."""
@@ -138,9 +119,10 @@ class Api:
         return JSONResponse({"status": "ok"})
 
     async def ready(self, _: Request) -> Response:
-        """Ready: a model replica answers and makes progress."""
+        """Ready: of every model a replica answers and makes progress."""
         try:
-            await self._client.check_ready()
+            for model in self._models.values():
+                await model.client.check_ready()
         except ServeAppError as error:
             return error_answer(error)
         return JSONResponse({"status": "ready"})
@@ -158,23 +140,23 @@ class Api:
         return HTMLResponse(page(describe(VERSION)))
 
     async def models(self, _: Request) -> Response:
-        """The served model, as a list."""
-        return JSONResponse({"object": "list", "data": [self._model_card()]})
+        """The served models, as a list."""
+        return JSONResponse({"object": "list", "data": [model.card() for model in self._models.values()]})
 
     async def model(self, request: Request) -> Response:
         """One model's card. Raises `UnknownModelError`."""
-        self._check_model(request.path_params["model_id"])
-        return JSONResponse(self._model_card())
+        return JSONResponse(self._model(request.path_params["model_id"]).card())
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions"""
         deadline = self._deadline(request)
         call = await self._parse(request, ChatRequest)
         request_id = _request_id(request, call.request_id)
-        renderer = ChatRenderer(call, self._model_name, request_id, self._tokenizer.token_bytes)
-        prompts = await self._prompter.chat(call)
+        model = self._model(call.model)
+        renderer = ChatRenderer(call, model.name, request_id, model.tokenizer.token_bytes)
+        prompts = await model.prompter.chat(call)
         return await self._answer(
-            request, call, prompts, renderer, request_id, deadline, reasoning_tags=self._reasoning_tags
+            request, call, model, prompts, renderer, request_id, deadline, reasoning_tags=model.reasoning_tags
         )
 
     async def completions(self, request: Request) -> Response:
@@ -182,19 +164,24 @@ class Api:
         deadline = self._deadline(request)
         call = await self._parse(request, CompletionRequest)
         request_id = _request_id(request, call.request_id)
-        renderer = CompletionRenderer(call, self._model_name, request_id, self._tokenizer.token_bytes)
-        return await self._answer(request, call, await self._prompter.completion(call), renderer, request_id, deadline)
+        model = self._model(call.model)
+        renderer = CompletionRenderer(call, model.name, request_id, model.tokenizer.token_bytes)
+        prompts = await model.prompter.completion(call)
+        return await self._answer(request, call, model, prompts, renderer, request_id, deadline)
 
     async def responses(self, request: Request) -> Response:
         """POST /v1/responses"""
         deadline = self._deadline(request)
         call = await self._parse(request, ResponsesRequest)
         request_id = _request_id(request, None)
-        renderer = ResponseRenderer(call, self._model_name, request_id)
+        model = self._model(call.model)
+        renderer = ResponseRenderer(call, model.name, request_id)
         chat = call.as_chat()
         try:
-            prompts = await self._prompter.chat(chat)
-            return await self._answer(request, chat, prompts, renderer, request_id, deadline, stream_kind=NamedEventStream)
+            prompts = await model.prompter.chat(chat)
+            return await self._answer(
+                request, chat, model, prompts, renderer, request_id, deadline, stream_kind=NamedEventStream
+            )
         except RequestError as error:
             error.param = call.CHAT_FIELDS.get(error.param or "", error.param)
             raise
@@ -211,47 +198,48 @@ class Api:
         name: str = request.path_params["request_id"]
         caller = caller_of(request)
         for call_id in dict.fromkeys((name, re.sub("^(chatcmpl-|cmpl-|resp_)", "", name))):
-            num_cancelled = await self._client.cancel_call(call_id, None if caller is None else caller.name)
+            tenant = None if caller is None else caller.name
+            counts = [await model.client.cancel_call(call_id, tenant) for model in self._models.values()]
+            num_cancelled = sum(counts)
             if num_cancelled:
                 return JSONResponse({"id": name, "object": "cancellation", "cancelled": num_cancelled})
         raise UnknownRouteError(f"No call {name!r} is running.")
 
     async def embeddings(self, _: Request) -> Response:
         """POST /v1/embeddings. Raises `RequestError`."""
-        raise RequestError(f"{self._model_name} generates text; this server makes no embeddings.", "model")
+        raise RequestError("Models here generate text; this server makes no embeddings.", "model")
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize"""
         call = await self._parse(request, TokenizeRequest)
-        prompt = await self._prompter.tokenize(call)
+        model = self._model(call.model)
+        prompt = await model.prompter.tokenize(call)
         shows_texts = call.return_token_strs
         answer: Json = {
             "count": len(prompt.token_ids),
-            "max_model_len": self._facts.max_model_len,
+            "max_model_len": model.facts.max_model_len,
             "tokens": prompt.token_ids,
-            "token_strs": [self._tokenizer.token_text(token) for token in prompt.token_ids] if shows_texts else None,
+            "token_strs": [model.tokenizer.token_text(token) for token in prompt.token_ids] if shows_texts else None,
         }
         return JSONResponse(answer)
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize"""
         call = await self._parse(request, DetokenizeRequest)
-        unknown = next((token for token in call.tokens if token >= self._facts.vocab_size), None)
+        model = self._model(call.model)
+        unknown = next((token for token in call.tokens if token >= model.facts.vocab_size), None)
         if unknown is not None:
-            raise RequestError(f"tokens: {unknown} is not in the vocabulary of {self._facts.vocab_size}.", "tokens")
-        return JSONResponse({"prompt": self._tokenizer.decode(call.tokens, skip_special_tokens=False)})
+            raise RequestError(f"tokens: {unknown} is not in the vocabulary of {model.facts.vocab_size}.", "tokens")
+        return JSONResponse({"prompt": model.tokenizer.decode(call.tokens, skip_special_tokens=False)})
 
     async def _parse(self, request: Request, kind: type[SchemaT]) -> SchemaT:
-        call = parse_request(kind, await read_json(request, self.limits))
-        model = getattr(call, "model", None)
-        if model is not None:
-            self._check_model(model)
-        return call
+        return parse_request(kind, await read_json(request, self.limits))
 
     async def _answer(
         self,
         request: Request,
         call: GenerationRequest,
+        model: ServedModel,
         prompts: list[Prompt],
         renderer: Renderer,
         request_id: str,
@@ -261,19 +249,19 @@ class Api:
         stream_kind: type[EventStream] = EventStream,
     ) -> Response:
         record = record_of(request)
-        record.request_id, record.model, record.stream = request_id, self._model_name, call.stream
+        record.request_id, record.model, record.stream = request_id, model.name, call.stream
         if self.limits.log_prompts:
             record.prompt = "\n".join(prompt.text for prompt in prompts)
         generation = Generation(
             call,
             prompts,
-            self._client,
-            self._tokenizer,
-            self._facts,
+            model.client,
+            model.tokenizer,
+            model.facts,
             request_id=request_id,
             caller=caller_of(request),
             record=record,
-            admission=self._admission,
+            admission=model.admission,
             reasoning_tags=reasoning_tags,
             deadline=deadline,
         )
@@ -290,18 +278,14 @@ class Api:
         limits = [seconds for seconds in (timeout_of(request), self.limits.request_timeout_s) if seconds is not None]
         return Deadline.after(min(limits)) if limits else None
 
-    def _check_model(self, name: str) -> None:
-        if name != self._model_name:
-            raise UnknownModelError(f"The model {name!r} is not served here; served: {self._model_name}.", "model")
-
-    def _model_card(self) -> dict[str, Any]:
-        return {
-            "id": self._model_name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "serve_app",
-            "max_model_len": self._facts.max_model_len,
-        }
+    def _model(self, name: str | None) -> ServedModel:
+        """The model of that name; the first one without a name. Raises `UnknownModelError`."""
+        if name is None:
+            return next(iter(self._models.values()))
+        if name not in self._models:
+            served = ", ".join(self._models)
+            raise UnknownModelError(f"The model {name!r} is not served here; served: {served}.", "model")
+        return self._models[name]
 
 
 def _request_id(request: Request, given: str | None) -> str:

@@ -40,6 +40,11 @@ def find_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
         return Checkpoint(str(builtin_folder()), BUILTIN_NAME)
     folder = Path(source).expanduser()
     if folder.is_dir():
+        if (folder / "adapter_config.json").is_file():
+            raise ModelNotFoundError(
+                f"model.source: {source!r} is a LoRA adapter (PEFT); adapters are not served by themselves. "
+                "Merge it into its base (peft: merge_and_unload, then save_pretrained), and serve that folder"
+            )
         if not (folder / "config.json").is_file():
             raise ModelNotFoundError(f"model.source: the folder {source!r} has no config.json")
         return Checkpoint(str(folder), folder.resolve().name)

@@ -7,7 +7,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from serve_app.engine.request import Delivery, EngineLoad, RequestFailure, UserR
 from serve_app.errors import ServeAppError
 from serve_app.ingress.call_log import CallRecord
 from serve_app.ingress.routes import Api
+from serve_app.ingress.served_model import ServedModel
 from serve_app.ingress.tracing import TracedClient
 from serve_app.models.facts import ModelFacts
 from serve_app.text.tokenizer import Tokenizer
@@ -179,6 +180,7 @@ def serving(
     facts: ModelFacts | None = None,
     reasoning_tags: tuple[str, str] | None = None,
     tracer: Tracer | None = None,
+    more_models: Sequence[str] = (),
     **engine_options: Any,
 ) -> Iterator[Server]:
     """Runs the API over `runner` until the block ends; then nothing may be left over."""
@@ -186,13 +188,19 @@ def serving(
     client = LocalEngineClient(engine)
     records: list[CallRecord] = []
     api = Api(
-        model_name=MODEL,
-        tokenizer=tokenizer or text_tokenizer(),
-        facts=facts or ModelFacts(runner.end_token_ids, runner.max_model_len, runner.vocab_size),
-        client=client if tracer is None else TracedClient(client, tracer),
+        models=[
+            ServedModel(
+                name,
+                tokenizer or text_tokenizer(),
+                facts or ModelFacts(runner.end_token_ids, runner.max_model_len, runner.vocab_size),
+                client if tracer is None else TracedClient(client, tracer),
+                allows_templates=lambda: api.limits.allow_chat_template,
+                reasoning_tags=reasoning_tags,
+            )
+            for name in (MODEL, *more_models)
+        ],
         tracer=tracer,
         limits=limits or IngressLimits(),
-        reasoning_tags=reasoning_tags,
         report=records.append,
     )
     listener = socket.create_server(("127.0.0.1", 0), backlog=2048)

@@ -298,7 +298,7 @@ def test_a_model_without_a_template_serves_completions_only():
 
 def test_internals_never_reach_the_caller():
     with serving(ScriptedRunner(echo)) as server:
-        server.api._prompter._tokenizer = None  # any bug
+        server.api._model(None).prompter._tokenizer = None  # any bug
         answer = server.http.post("/v1/completions", json={"prompt": "x"})
         assert answer.status_code == 500
         assert answer.json()["error"]["message"] == "Internal server error."

@@ -138,3 +138,9 @@ def test_pull_says_that_the_model_is_there():
     assert (
         "smollm2-135m-instruct is available" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
     )
+
+
+def test_a_lora_adapter_is_refused_by_name(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "x"}')
+    with pytest.raises(ModelNotFoundError, match=r"LoRA adapter.*merge_and_unload"):
+        find_checkpoint(str(tmp_path))
