@@ -21,7 +21,6 @@ from serve_app.engine.engine import EngineStats
 from serve_app.engine.request import Delivery, EngineLoad, RequestFailure, UserRequest
 from serve_app.engine.stream import TokenStream
 from serve_app.errors import EngineUnavailableError, ServeAppError
-from serve_app.loading import load_engine
 from serve_app.metrics import ReplicaMetrics
 from serve_app.tracing import EngineTracing, open_provider
 
@@ -36,6 +35,9 @@ class EngineReplica:
     """One model replica."""
 
     def __init__(self, model: ModelConfig, engine: EngineConfig, tracing: TracingConfig) -> None:
+        # here: torch and transformers take seconds to import, and building the application needs this class alone
+        from serve_app.loading import load_engine
+
         self._config = engine
         self._engine = load_engine(model=model, engine=engine)
         self._engine.when_dead(_leave)  # at once: an idle corpse would draw all calls to itself

@@ -81,7 +81,8 @@ def test_chat_tells_errors_and_goes_on():
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_conversation():
-    slow = ScriptedRunner(lambda prompt: ids("word " * 90), step_s=0.03)
+    long = ids("word " * 300)  # for longer than is waited below
+    slow = ScriptedRunner(lambda prompt: long, step_s=0.03, max_model_len=2048, num_blocks=1024)
     with serving(slow) as server:
         command = [sys.executable, "-m", "serve_app.cli", "chat", server.url]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -90,7 +91,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_conversation():
             chat.stdin.flush()
             server.wait_until_running(timeout_s=60)
             chat.send_signal(signal.SIGINT)
-            server.wait_until_idle()  # who stopped is not computed for
+            server.wait_until_idle(30)  # who stopped is not computed for
             told, _ = chat.communicate("/exit\n", timeout=60)
         assert chat.returncode == 0
         assert "stopped" in told
@@ -155,6 +156,7 @@ def free_port():
 
 def doctor(path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("RAY_SERVE_HAPROXY_STATS_PORT", str(free_port()))  # the usual one may be in use by other tests
     told = run("doctor", path)
     return told.exit_code, told.output
 

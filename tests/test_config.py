@@ -58,6 +58,8 @@ def test_every_key_is_commented():
     ("args", "path"),
     [
         ({"modle": {}}, "args.modle: unknown key"),
+        ({"max_queued_requests": 5}, "args.max_queued_requests: unknown key"),
+        ({"engine": {"max_queued_requests": 5}}, "args.engine.max_queued_requests: unknown key"),
         ({"model": {"dtype": "int3"}}, "args.model.dtype:"),
         ({"model": {"max_model_len": "8192"}}, "args.model.max_model_len:"),
         ({"engine": {"block_size": 0}}, "args.engine.block_size:"),

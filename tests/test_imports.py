@@ -118,7 +118,7 @@ def test_no_module_is_called_utils():
     assert not [m for m in MODULES if m.name in ("utils", "helpers", "common", "misc")]
 
 
-@pytest.mark.parametrize("module", ["serve_app", "serve_app.engine.engine", "serve_app.cli"])
+@pytest.mark.parametrize("module", ["serve_app", "serve_app.engine.engine", "serve_app.cli", "serve_app.app"])
 def test_what_does_not_load_a_model_starts_without_torch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=False).returncode == 0

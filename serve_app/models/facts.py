@@ -1,15 +1,16 @@
-"""What a checkpoint's small files say about it. Reads no weights and needs no torch, so the ingress can read it too."""
+"""What a checkpoint's small files say about it. Reads no weights, so the ingress can read it too."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import Any
-
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+from typing import TYPE_CHECKING, Any
 
 from serve_app.errors import ModelNotFoundError, UnsupportedModelError
 from serve_app.models.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 """Rotary scalings whose frequencies depend on the longest position of the batch: one row would change another's."""
@@ -50,6 +51,9 @@ def read_facts(checkpoint: Checkpoint, max_model_len: int | None = None) -> Mode
         ModelNotFoundError: no config can be read there.
         UnsupportedModelError: an encoder-decoder model, or shorter than `max_model_len`.
     """
+    # Here, as wherever the ingress uses it: importing it takes seconds, and building the application needs none of it.
+    from transformers import AutoConfig
+
     try:
         config = AutoConfig.from_pretrained(checkpoint.path, revision=checkpoint.revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -69,6 +73,8 @@ def read_facts(checkpoint: Checkpoint, max_model_len: int | None = None) -> Mode
 
 def _read_generation_config(checkpoint: Checkpoint) -> dict[str, Any]:
     """What generation_config.json says, without the library's own defaults; empty when there is none."""
+    from transformers import GenerationConfig
+
     try:
         generation = GenerationConfig.from_pretrained(checkpoint.path, revision=checkpoint.revision or "main")
     except OSError:

@@ -16,15 +16,13 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from serve_app.errors import OverloadedError, RequestError
 
@@ -129,9 +127,9 @@ class _Process:
         self.way.close()
 
 
-def _render(arguments: dict[str, Any]) -> dict[str, str]:
+def _render(render: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, str]:
     try:
-        rendered: str = render_jinja_template(**arguments)[0][0]
+        rendered: str = render(**arguments)[0][0]
     except Exception as error:  # whatever it is, it is the template's
         return {"refusal": str(error) or type(error).__name__}
     if len(rendered) > MAX_ANSWER_CHARACTERS:
@@ -141,6 +139,9 @@ def _render(arguments: dict[str, Any]) -> dict[str, str]:
 
 def main(descriptor: int, longest_s: int) -> None:
     """The process: answers until the other end of its way is closed, or a template takes longer than `longest_s`."""
+    # the server itself, which imports this file too, has no use for it
+    from transformers.utils.chat_template_utils import render_jinja_template
+
     way = Connection(descriptor)
     pages = Path("/proc/self/statm").read_text().split()[0]
     limit = int(pages) * resource.getpagesize() + MEMORY_BYTES
@@ -153,7 +154,7 @@ def main(descriptor: int, longest_s: int) -> None:
         except EOFError:
             return
         signal.alarm(longest_s)  # also when nobody is left who would end it
-        answer = _render(question)
+        answer = _render(render_jinja_template, question)
         signal.alarm(0)
 
 

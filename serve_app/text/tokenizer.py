@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
-from transformers import AutoTokenizer, TokenizersBackend
 
 from serve_app.errors import RequestError, UnsupportedModelError
 from serve_app.text.detokenizer import Detokenizer, TokenBytes, new_detokenizer
 
-RESERVED_VARIABLES = frozenset(inspect.signature(TokenizersBackend.apply_chat_template).parameters) | {
-    "messages",
-    "conversations",
-}
-"""Names that a caller's template variables must not have."""
+if TYPE_CHECKING:  # see read_facts
+    from transformers import TokenizersBackend
 
 
 class Tokenizer:
@@ -38,6 +35,8 @@ class Tokenizer:
     @classmethod
     def load(cls, path: str, revision: str | None = None) -> Tokenizer:
         """Loads from a folder or hub id. Raises `UnsupportedModelError` when there is no fast tokenizer."""
+        from transformers import AutoTokenizer, TokenizersBackend
+
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
         except (OSError, ValueError) as error:
@@ -122,7 +121,16 @@ class Tokenizer:
         return new_detokenizer(self._backend, skipped - {self._backend.token_to_id(piece) for piece in shown})
 
 
+@cache
+def _reserved_variables() -> frozenset[str]:
+    """Names that a caller's template variables must not have."""
+    from transformers import TokenizersBackend
+
+    parameters = inspect.signature(TokenizersBackend.apply_chat_template).parameters
+    return frozenset({*parameters, "messages", "conversations"})
+
+
 def _check_names(variables: Mapping[str, Any] | None) -> None:
-    taken = sorted(RESERVED_VARIABLES.intersection(variables or ()))
+    taken = sorted(_reserved_variables().intersection(variables)) if variables else []
     if taken:
         raise RequestError(f"chat_template_kwargs: {taken[0]} is set by other fields.", "chat_template_kwargs")

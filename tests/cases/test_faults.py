@@ -105,7 +105,8 @@ def test_a_fault_in_one_row_harms_no_other(place, stream):
         assert "secret" not in broken.raw
         if stream and place not in BEFORE_THE_FIRST_TOKEN:
             assert broken.status == 200
-            assert broken.text == "boom"
+            # what came in one portion with the broken token is lost with it
+            assert "boom".startswith(broken.text)
             assert broken.events[-1]["error"]["type"] == "server_error"
         else:
             assert broken.status == 500

@@ -23,6 +23,7 @@ from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
 from serve_app.engine.engine import EngineStats
+from tests.collector import Collector, collecting
 from tests.fakes import VOCAB_SIZE, byte_tokenizer
 from tests.families import FAMILIES, tiny_model
 
@@ -41,7 +42,7 @@ class Deployed:
 
     def __init__(self, config: dict[str, Any], url: str, cluster: Cluster) -> None:
         self.config, self.url, self.cluster = config, url, cluster
-        self.http = httpx.Client(base_url=url, timeout=120, trust_env=False)
+        self.http = httpx.Client(base_url=url, timeout=300, trust_env=False)
         self._handles: dict[str, Any] = {}
         self._loop = asyncio.new_event_loop()  # handles want a running one (serve.env)
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
@@ -141,10 +142,18 @@ def tiny_folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def deployed(tiny_folder) -> Iterator[Deployed]:
+def collector() -> Iterator[Collector]:
+    """Where the tiny application sends its traces."""
+    with collecting() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def deployed(tiny_folder, collector) -> Iterator[Deployed]:
     """Both applications, from the YAML that operators edit; only port, names and sizes are changed.
 
     The tiny model runs on torch's operations: with our kernels its streams end before a test can do anything to them.
+    It is watched as closely and traced as some tests need it, so that they need no replicas of their own.
     """
     config = yaml.safe_load(YAML.read_text())
     [builtin] = config["applications"]
@@ -156,7 +165,9 @@ def deployed(tiny_folder) -> Iterator[Deployed]:
     tiny["args"] = {
         "model": {"source": str(tiny_folder), "dtype": "float32"},
         "engine": {"num_threads": 1, "max_batched_tokens": 128, "kv_cache_tokens": 131072, "native_kernels": False},
+        "tracing": {"endpoint": collector.endpoint, "sample_ratio": 0.0},  # only calls that say so
     }
+    deployment_of({"applications": [tiny]}, "Engine")["health_check_period_s"] = 1
     # a backlog of long streams must not add a replica in the middle of a test, and one that a test adds goes with it
     deployment_of({"applications": [tiny]}, "Engine")["autoscaling_config"] |= {
         "upscale_delay_s": 3600,

@@ -23,21 +23,35 @@ from tests.serve.faulty import FAULTS
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own, while it runs in this process
 
 
-@contextmanager
-def two_engine_replicas(deployed, change=lambda config: None):
-    """Two replicas of the tiny engine, and a further change of the config, for as long as the block lasts."""
+def with_two(config):
+    """Two replicas of the tiny engine, one on each node, that break when told to, and are soon found out."""
+    application, engine = application_of(config), deployment_of(config, "Engine")
+    application["import_path"] = "tests.serve.faulty:build_app"
+    application["args"]["engine"]["stall_timeout_s"] = 3
+    engine["autoscaling_config"]["min_replicas"] = 2
+    engine["max_replicas_per_node"] = 1
 
-    def with_two(config):
-        deployment_of(config, "Engine")["autoscaling_config"].update(min_replicas=2)
-        change(config)
 
+def add_node(deployed):
+    return deployed.cluster.add_node(num_cpus=2, object_store_memory=100 * 1024 * 1024)
+
+
+@pytest.fixture(scope="module")
+def second_node(deployed):
+    """Of the tests that want two engine replicas; they come last in this module, and share them."""
+    node = add_node(deployed)
     deployed.deploy(with_two)
-    try:
-        wait_for_replicas("Engine", 2)
-        yield
-    finally:
-        deployed.deploy()
-        wait_for_replicas("Engine", 1)
+    yield [node]
+    deployed.deploy()
+    for added in deployed.cluster.worker_nodes.copy():
+        deployed.cluster.remove_node(added)
+    wait_for_replicas("Engine", 1)
+
+
+@pytest.fixture
+def two_engines(second_node):
+    """Waits until both are there."""
+    wait_for_replicas("Engine", 2)
 
 
 def call(deployed, index, max_tokens, begun=None, **fields):
@@ -57,7 +71,7 @@ def call(deployed, index, max_tokens, begun=None, **fields):
 
 @cache
 def text_alone(deployed, index, max_tokens):
-    """What such a call says when nothing happens."""
+    """What such a call says when nothing happens to it."""
     answer = call(deployed, index, max_tokens)
     assert answer.status == 200
     return answer.text
@@ -65,7 +79,9 @@ def text_alone(deployed, index, max_tokens):
 
 def survive(deployed, kill, count=8, max_tokens=1200):
     """Calls, some streamed, that are running when `kill` is called; all must end as if it had not been."""
-    expected = [text_alone(deployed, index % 8, max_tokens) for index in range(count)]
+    with ThreadPoolExecutor(8) as pool:
+        texts = list(pool.map(partial(text_alone, deployed, max_tokens=max_tokens), range(8)))
+    expected = [texts[index % 8] for index in range(count)]
     begun = [threading.Event() for _ in range(count)]
     with ThreadPoolExecutor(count) as pool:
         calls = [
@@ -89,51 +105,6 @@ def test_streams_survive_the_death_of_the_only_replica(deployed):
     deployed.wait_until_idle()
 
 
-def test_streams_survive_the_death_of_their_replica(deployed):
-    with two_engine_replicas(deployed):
-        before = {process.pid for process in replicas("Engine")}
-        assert len(before) == 2
-        survive(deployed, lambda: os.kill(min(before), signal.SIGKILL))
-        wait_for_replicas("Engine", 2)
-        assert min(before) not in {process.pid for process in replicas("Engine")}
-
-
-def faulty(config):
-    """Replicas that break when told to, and whose health is looked at more often."""
-    application = application_of(config)
-    application["import_path"] = "tests.serve.faulty:build_app"
-    application["args"]["engine"]["stall_timeout_s"] = 3
-    deployment_of(config, "Engine")["health_check_period_s"] = 1
-
-
-def test_streams_survive_an_engine_that_makes_no_progress_or_has_died(deployed, tiny_folder):
-    """The one replica's step never ends: its health check says so. The other's loop dies: its process ends by itself."""
-    with two_engine_replicas(deployed, faulty):
-        for fault in FAULTS:
-            before = {process.pid for process in replicas("Engine")}
-            assert len(before) == 2
-            survive(deployed, (tiny_folder / fault).touch)
-            assert not (tiny_folder / fault).exists()
-            wait_for_replicas("Engine", 2)
-            assert len(before & {process.pid for process in replicas("Engine")}) == 1
-            assert deployed.http.get(f"/{TINY}/ready").status_code == 200
-
-
-def test_streams_survive_the_loss_of_a_node(deployed):
-    """A second raylet is killed, with the engine replica that runs there."""
-
-    def one_per_node(config):
-        deployment_of(config, "Engine")["max_replicas_per_node"] = 1
-
-    node = deployed.cluster.add_node(num_cpus=2, object_store_memory=100 * 1024 * 1024)
-    try:
-        with two_engine_replicas(deployed, one_per_node):
-            survive(deployed, partial(deployed.cluster.remove_node, node, allow_graceful=False))
-    finally:
-        if node in deployed.cluster.list_all_nodes():
-            deployed.cluster.remove_node(node)
-
-
 def test_the_death_of_the_ingress_ends_its_calls_and_leaves_nothing_behind(deployed):
     """Its connections break, which every client sees; the engine drops their work, and a new ingress takes over."""
     [process] = replicas("Ingress")
@@ -154,23 +125,6 @@ def test_the_death_of_the_ingress_ends_its_calls_and_leaves_nothing_behind(deplo
         assert answer.status_code in (404, 502, 503), answer.text  # from the proxy, while nobody is there
         assert time.monotonic() < deadline
         time.sleep(0.5)
-
-
-def test_a_call_is_cancelled_by_its_id_on_whichever_replica_it_runs(deployed):
-    with two_engine_replicas(deployed):
-        begun = [threading.Event() for _ in range(6)]
-        with ThreadPoolExecutor(6) as pool:
-            calls = [
-                pool.submit(call, deployed, index, 3500, begun[index], stream=True, request_id=f"c{index}")
-                for index in range(6)
-            ]
-            assert all(event.wait(60) for event in begun)
-            for index in range(6):
-                answer = deployed.http.post(f"/{TINY}/v1/cancel/c{index}")
-                assert answer.json() == {"id": f"c{index}", "object": "cancellation", "cancelled": 1}
-            for running in calls:
-                assert running.result(timeout=30).events[-1]["error"]["code"] == "cancelled"
-        assert deployed.http.post(f"/{TINY}/v1/cancel/c0").status_code == 404
 
 
 @contextmanager
@@ -197,21 +151,6 @@ def steady_traffic(deployed):
         sender.join()
     assert answers
     assert set(answers) == {(200, "")}
-
-
-def test_br_119_50_streams_survive_reconfigure_scale_down_and_redeploy(deployed):
-    def change_everything():
-        with steady_traffic(deployed):
-            deployed.deploy(lambda config: deployment_of(config, "Engine")["user_config"].update(max_batch_size=24))
-            wait_for_replicas("Engine", 1)  # that config is of one replica: the other drains
-            deployed.deploy(smaller_chunks)
-
-    def smaller_chunks(config):
-        application_of(config)["args"]["engine"]["max_batched_tokens"] = 64
-
-    with two_engine_replicas(deployed):
-        survive(deployed, change_everything, count=50)
-    deployed.wait_until_idle()
 
 
 def test_br_121_an_update_that_fails_leaves_the_old_replicas_at_work(deployed):
@@ -254,7 +193,60 @@ def test_br_123_without_work_there_are_no_replicas_and_the_next_call_starts_one(
         wait_for_replicas("Engine", 1)
 
 
-def test_chaos_in_small(deployed):
+# ---- with two engine replicas, each on its node
+
+
+def test_two_replicas_give_what_one_gives(deployed, two_engines):
+    alone = [call(deployed, index, 30).text for index in range(8)]
+    assert states_of("Engine") == {"RUNNING": 2}
+    with ThreadPoolExecutor(16) as pool:
+        together = list(pool.map(lambda index: call(deployed, index % 8, 30).text, range(16)))
+    assert together == alone * 2
+
+
+def test_a_call_is_cancelled_by_its_id_on_whichever_replica_it_runs(deployed, two_engines):
+    begun = [threading.Event() for _ in range(6)]
+    with ThreadPoolExecutor(6) as pool:
+        calls = [
+            pool.submit(call, deployed, index, 3500, begun[index], stream=True, request_id=f"c{index}")
+            for index in range(6)
+        ]
+        assert all(event.wait(60) for event in begun)
+        for index in range(6):
+            answer = deployed.http.post(f"/{TINY}/v1/cancel/c{index}")
+            assert answer.json() == {"id": f"c{index}", "object": "cancellation", "cancelled": 1}
+        for running in calls:
+            assert running.result(timeout=30).events[-1]["error"]["code"] == "cancelled"
+    assert deployed.http.post(f"/{TINY}/v1/cancel/c0").status_code == 404
+
+
+def test_streams_survive_the_death_of_their_replica(deployed, two_engines):
+    before = {process.pid for process in replicas("Engine")}
+    assert len(before) == 2
+    survive(deployed, lambda: os.kill(min(before), signal.SIGKILL))
+    wait_for_replicas("Engine", 2)
+    assert min(before) not in {process.pid for process in replicas("Engine")}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_streams_survive_an_engine_that_makes_no_progress_or_has_died(deployed, two_engines, tiny_folder, fault):
+    """The one replica's step never ends: its health check says so. The other's loop dies: its process ends by itself."""
+    before = {process.pid for process in replicas("Engine")}
+    assert len(before) == 2
+    survive(deployed, (tiny_folder / fault).touch)
+    assert not (tiny_folder / fault).exists()
+    wait_for_replicas("Engine", 2)
+    assert len(before & {process.pid for process in replicas("Engine")}) == 1
+    assert deployed.http.get(f"/{TINY}/ready").status_code == 200
+
+
+def test_streams_survive_the_loss_of_a_node(deployed, two_engines, second_node):
+    """A second raylet is killed, with the engine replica that runs there."""
+    survive(deployed, partial(deployed.cluster.remove_node, second_node.pop(), allow_graceful=False))
+    second_node.append(add_node(deployed))
+
+
+def test_chaos_in_small(deployed, two_engines):
     """`make chaos` in half a minute: callers of all kinds, two replicas killed, every answer checked."""
 
     async def run():
@@ -268,9 +260,7 @@ def test_chaos_in_small(deployed):
             reports, kills, _ = await bring_chaos(crowd, watch, seconds=36, rate=16, kill_every_s=12, seed=0)
         return reports, kills, await engines_at_rest(TINY)
 
-    with two_engine_replicas(deployed):
-        reports, kills, held = deployed.run(run(), 300)
-        wait_for_replicas("Engine", 2)
+    reports, kills, held = deployed.run(run(), 300)
     assert len(kills) == 2
     assert all(kill.num_running_calls for kill in kills)
     assert not [fault for report in reports for fault in report.faults]
@@ -278,3 +268,23 @@ def test_chaos_in_small(deployed):
     endings = Counter(report.ending for report in reports)
     assert endings["complete"] > len(reports) // 3
     assert {"left", "cancelled", "deadline_exceeded", "invalid_request_error"} <= set(endings)
+
+
+def test_br_119_50_streams_survive_reconfigure_scale_down_and_redeploy(deployed, two_engines):
+    def fewer(config):
+        with_two(config)
+        deployment_of(config, "Engine")["autoscaling_config"]["min_replicas"] = 1
+        deployment_of(config, "Engine")["user_config"]["max_batch_size"] = 24
+
+    def smaller_chunks(config):
+        fewer(config)
+        application_of(config)["args"]["engine"]["max_batched_tokens"] = 64
+
+    def change_everything():
+        with steady_traffic(deployed):
+            deployed.deploy(fewer)
+            wait_for_replicas("Engine", 1)  # the other has let its streams end
+            deployed.deploy(smaller_chunks)
+
+    survive(deployed, change_everything, count=50)
+    deployed.wait_until_idle()

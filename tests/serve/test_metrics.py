@@ -68,7 +68,6 @@ LONG = {"prompt": "x", "max_tokens": 3500, "temperature": 0, "ignore_eos": True}
 
 def test_br_125_gauges_return_to_zero_when_the_waiting_leave(deployed):
     def one_at_a_time(config):
-        deployment_of(config, "Engine")["health_check_period_s"] = 1
         deployment_of(config, "Engine")["user_config"]["max_batch_size"] = 1
 
     def gauges():
@@ -134,9 +133,6 @@ def test_br_127_every_call_is_counted_once_by_its_ending_and_tokens_are_the_sums
 def test_histograms_have_what_happened(deployed):
     """Each call once where calls are counted, each token where tokens are; the engine's own by its health check."""
 
-    def often(config):
-        deployment_of(config, "Engine")["health_check_period_s"] = 1
-
     def values(suffix):
         """Of the engine replica that there is, and of all ingress replicas."""
         replica, found = engine_replica(), Counter()
@@ -146,21 +142,17 @@ def test_histograms_have_what_happened(deployed):
                 found[sample.name.removeprefix("ray_serve_app_").removesuffix(suffix)] += sample.value
         return found
 
-    deployed.deploy(often)
     wait_for_replicas("Engine", 1)
-    try:
-        time.sleep(3)  # what ended before has been told
-        before, buckets_before = values("_count"), values("_bucket")
-        for _ in range(3):
-            assert ask(deployed.http, f"/{TINY}/v1/completions", {"prompt": "x", "max_tokens": 20, "ignore_eos": True}).text
-        names = ("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds")
-        names += ("time_to_first_token_seconds", "e2e_request_latency_seconds")
-        wait_until(lambda: all((values("_count") - before)[name] == 3 for name in names))
-        grown, in_buckets = values("_count") - before, values("_bucket") - buckets_before
-        assert grown["step_time_seconds"] == grown["step_batch_size"] == grown["iteration_tokens"] == 60
-        # a row of one token is in every bucket
-        assert in_buckets["step_batch_size"] == 60 * (len(NUM_ROWS) + 1)
-        assert in_buckets["iteration_tokens"] == 60 * (len(NUM_TOKENS) + 1)
-        assert 0 < grown["inter_token_latency_seconds"] <= 57
-    finally:
-        deployed.deploy()
+    time.sleep(3)  # what ended before has been told
+    before, buckets_before = values("_count"), values("_bucket")
+    for _ in range(3):
+        assert ask(deployed.http, f"/{TINY}/v1/completions", {"prompt": "x", "max_tokens": 20, "ignore_eos": True}).text
+    names = ("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds")
+    names += ("time_to_first_token_seconds", "e2e_request_latency_seconds")
+    wait_until(lambda: all((values("_count") - before)[name] == 3 for name in names))
+    grown, in_buckets = values("_count") - before, values("_bucket") - buckets_before
+    assert grown["step_time_seconds"] == grown["step_batch_size"] == grown["iteration_tokens"] == 60
+    # a row of one token is in every bucket
+    assert in_buckets["step_batch_size"] == 60 * (len(NUM_ROWS) + 1)
+    assert in_buckets["iteration_tokens"] == 60 * (len(NUM_TOKENS) + 1)
+    assert 0 < grown["inter_token_latency_seconds"] <= 57

@@ -14,7 +14,7 @@ import ray
 import yaml
 
 from tests.api.server import ask
-from tests.serve.conftest import TINY, deployment_of
+from tests.serve.conftest import TINY
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # Ray's own, while it runs in this process
@@ -66,23 +66,16 @@ def values(prometheus, expression):
 
 
 def test_every_query_of_the_dashboard_has_an_answer(deployed, prometheus):
-    def often(config):
-        deployment_of(config, "Engine")["health_check_period_s"] = 1
-
     panels = json.loads((DEPLOY / "grafana" / "dashboard.json").read_text())["panels"]
-    queries = {target["expr"].replace("$__rate_interval", "20s") for panel in panels for target in panel["targets"]}
+    queries = {target["expr"].replace("$__rate_interval", "60s") for panel in panels for target in panel["targets"]}
     assert len(queries) > 20
-    deployed.deploy(often)
-    try:
-        answers, deadline = {}, time.monotonic() + 120
-        while not all(found and all(map(math.isfinite, found)) for found in answers.values()) or not answers:
-            assert time.monotonic() < deadline, {q: found for q, found in answers.items() if not found}
-            body = {"prompt": "the same beginning " * 3, "max_tokens": 30, "ignore_eos": True}
-            assert ask(deployed.http, f"/{TINY}/v1/completions", body).status == 200
-            assert deployed.http.post(f"/{TINY}/v1/completions", json={"nonsense": 1}).status_code == 400
-            late = {"X-Request-Timeout-Seconds": "0.1"}
-            deployed.http.post(f"/{TINY}/v1/completions", json={"prompt": "x", "max_tokens": 3500}, headers=late)
-            answers = {query: values(prometheus, query) for query in queries}
-            time.sleep(1)
-    finally:
-        deployed.deploy()
+    answers, deadline = {}, time.monotonic() + 240
+    while not all(found and all(map(math.isfinite, found)) for found in answers.values()) or not answers:
+        assert time.monotonic() < deadline, {q: found for q, found in answers.items() if not found}
+        body = {"prompt": "the same beginning " * 3, "max_tokens": 30, "ignore_eos": True}
+        assert ask(deployed.http, f"/{TINY}/v1/completions", body).status == 200
+        assert deployed.http.post(f"/{TINY}/v1/completions", json={"nonsense": 1}).status_code == 400
+        late = {"X-Request-Timeout-Seconds": "0.1"}
+        deployed.http.post(f"/{TINY}/v1/completions", json={"prompt": "x", "max_tokens": 3500}, headers=late)
+        answers = {query: values(prometheus, query) for query in queries}
+        time.sleep(1)

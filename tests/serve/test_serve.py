@@ -180,107 +180,49 @@ def test_user_config_changes_without_dropping_a_stream(deployed):
     deployed.deploy()
 
 
-def test_two_engine_replicas_by_changing_one_number(deployed):
-    alone = [tiny(deployed, f"replica {i}", max_tokens=30).text for i in range(16)]
-    deployed.deploy(lambda config: deployment_of(config, "Engine")["autoscaling_config"].update(min_replicas=2))
-    try:
-        assert serve.status().applications[TINY].deployments["Engine"].replica_states == {"RUNNING": 2}
-        with ThreadPoolExecutor(16) as pool:
-            together = list(pool.map(lambda i: tiny(deployed, f"replica {i}", max_tokens=30).text, range(16)))
-        assert together == alone
-    finally:
-        deployed.deploy()
+@pytest.fixture
+def narrow(deployed):
+    """The tiny engine with one place at work and one in the queue."""
 
-
-def test_br_093_more_calls_than_may_queue_are_429_at_once(deployed):
-    """The engine deployment's own bounds, beside the budget of tokens: Serve's BackPressureError is an answer."""
-
-    def narrow(config):
+    def change(config):
         deployment_of(config, "Engine").update(max_ongoing_requests=1, max_queued_requests=1)
 
-    deployed.deploy(narrow)
-    try:
+    deployed.deploy(change)
+    yield
+    deployed.deploy()
+
+
+def test_br_093_br_095_the_queue_is_as_long_as_the_yaml_says_and_one_more_is_429_at_once(deployed, narrow):
+    """The engine deployment's own bounds, beside the budget of tokens: Serve's BackPressureError is an answer."""
+    details = _get_global_client().get_serve_details()["applications"][TINY]["deployments"]["Engine"]
+    assert details["deployment_config"]["max_queued_requests"] == 1
+    begun = threading.Event()
+    with ThreadPoolExecutor(10) as pool:
+        running = pool.submit(tiny, deployed, "runs", begun, max_tokens=3500, stream=True)
+        assert begun.wait(30)
+        queued = pool.submit(tiny, deployed, "waits", max_tokens=3)
+        time.sleep(0.5)
+        assert not running.done()
         for stream in (False, True):
-            body = {"prompt": "x", "max_tokens": 1500, "temperature": 0, "ignore_eos": True, "stream": stream}
-            with ThreadPoolExecutor(10) as pool:
-                calls = [pool.submit(deployed.http.post, f"/{TINY}/v1/completions", json=body) for _ in range(10)]
-                answers = [call.result() for call in calls]
-            refused = [answer for answer in answers if answer.status_code != 200]
-            assert len(refused) in range(1, 10)
-            for answer in refused:
+            body = {"prompt": "one more", "max_tokens": 3, "stream": stream}
+            calls = [pool.submit(deployed.http.post, f"/{TINY}/v1/completions", json=body) for _ in range(8)]
+            for answer in [call.result() for call in calls]:
                 assert answer.status_code == 429
                 assert answer.json()["error"]["code"] == "overloaded"
                 assert int(answer.headers["retry-after"]) >= 1
-        assert tiny(deployed, "after", max_tokens=3).status == 200
-    finally:
-        deployed.deploy()
-
-
-def test_br_095_the_queue_is_as_long_as_the_yaml_says_and_one_more_is_429(deployed):
-    def narrow(config):
-        deployment_of(config, "Engine").update(max_ongoing_requests=1, max_queued_requests=1)
-
-    deployed.deploy(narrow)
-    try:
-        details = _get_global_client().get_serve_details()["applications"][TINY]["deployments"]["Engine"]
-        assert details["deployment_config"]["max_queued_requests"] == 1
-        begun = threading.Event()
-        with ThreadPoolExecutor(2) as pool:
-            running = pool.submit(tiny, deployed, "runs", begun, max_tokens=3500, stream=True)
-            assert begun.wait(30)
-            queued = pool.submit(tiny, deployed, "waits", max_tokens=3)
-            time.sleep(0.5)
-            assert not running.done()
-            one_more = deployed.http.post(f"/{TINY}/v1/completions", json={"prompt": "one more", "max_tokens": 3})
-            assert (one_more.status_code, one_more.json()["error"]["code"]) == (429, "overloaded")
-            assert running.result().status == queued.result().status == 200
-    finally:
-        deployed.deploy()
-
-
-@pytest.mark.parametrize(
-    ("place", "key"),
-    [
-        (lambda config: deployment_of(config, "Engine")["user_config"], "max_queued_requests"),
-        (lambda config: application_of(config)["args"], "max_queued_requests"),
-        (lambda config: application_of(config)["args"]["engine"], "max_queued_requests"),
-    ],
-    ids=["user_config", "args", "args.engine"],
-)
-def test_br_095_a_misplaced_key_fails_at_deploy_time(deployed, place, key):
-    """In our own sections. In Serve's it finds what is wrong too late, or never; see tests/test_serve_file.py."""
-    with pytest.raises(AssertionError, match=key):
-        deployed.deploy(lambda config: place(config).update({key: 5}))
-    deployed.deploy()
+        assert not running.done()
+        assert running.result().status == queued.result().status == 200
     assert tiny(deployed, "after", max_tokens=3).status == 200
 
 
-def test_a_bad_user_config_fails_the_deployment_and_names_the_key(deployed):
-    with pytest.raises(AssertionError, match=r"Engine\.user_config\.max_batch_sise: unknown key"):
-        deployed.deploy(lambda config: deployment_of(config, "Engine")["user_config"].update(max_batch_sise=1))
+def test_br_095_a_misplaced_key_fails_at_deploy_time(deployed):
+    """In our own sections, of which tests/test_config.py has all; in Serve's, see tests/test_serve_file.py."""
+    with pytest.raises(AssertionError, match=r"args\.engine\.max_queued_requests: unknown key"):
+        deployed.deploy(lambda config: application_of(config)["args"]["engine"].update(max_queued_requests=5))
+    with pytest.raises(AssertionError, match=r"Engine\.user_config\.max_queued_requests: unknown key"):
+        deployed.deploy(lambda config: deployment_of(config, "Engine")["user_config"].update(max_queued_requests=5))
     deployed.deploy()
     assert tiny(deployed, "after", max_tokens=3).status == 200
-
-
-def test_a_draining_replica_lets_its_streams_end(deployed):
-    """A change of args replaces the replicas; the streams of the old ones go on to their end."""
-    expected = tiny(deployed, "drain", max_tokens=3500).text
-    got, begun = [], threading.Event()
-
-    def read():
-        got.append(tiny(deployed, "drain", max_tokens=3500, stream=True, begun=begun))
-
-    streaming = threading.Thread(target=read)
-    streaming.start()
-    assert begun.wait(30)  # not the stats: another replica may give them, and late
-
-    def larger_chunks(config):
-        application_of(config)["args"]["engine"]["max_batched_tokens"] = 64
-
-    deployed.deploy(larger_chunks)
-    streaming.join(60)
-    assert got[0].text == expected
-    deployed.deploy()
 
 
 def test_one_ray_is_all_there_is(deployed):
