@@ -80,7 +80,15 @@ def test_chat_tells_errors_and_goes_on():
     assert "cannot be reached" in run("chat", server.url).output
 
 
-def test_ctrl_c_stops_the_answer_and_not_the_conversation():
+@pytest.fixture
+def heard_ctrl_c():
+    """A shell's background job ignores it, and so would its children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_conversation(heard_ctrl_c):
     long = ids("word " * 300)  # for longer than is waited below
     slow = ScriptedRunner(lambda prompt: long, step_s=0.03, max_model_len=2048, num_blocks=1024)
     with serving(slow) as server:

@@ -31,6 +31,7 @@ YAML = Path(__file__).parents[2] / "serve_config.yaml"
 TINY = "tiny"
 HEAD = {
     "num_cpus": 6,
+    "resources": {"head": 1},
     "object_store_memory": 200 * 1024 * 1024,
     "_system_config": {"metrics_report_interval_ms": 1000},  # tests wait for figures
 }

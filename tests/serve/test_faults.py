@@ -30,6 +30,7 @@ def with_two(config):
     application["args"]["engine"]["stall_timeout_s"] = 3
     engine["autoscaling_config"]["min_replicas"] = 2
     engine["max_replicas_per_node"] = 1
+    deployment_of(config, "Ingress")["ray_actor_options"]["resources"] = {"head": 0.01}  # not lost with the other node
 
 
 def add_node(deployed):
