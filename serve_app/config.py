@@ -78,6 +78,26 @@ class EngineLimits(Section):
     """Tokens (prompt + requested) that may wait; beyond it a request gets 429 with a computed Retry-After."""
 
 
+class AutoscalingTargets(Section):
+    """What an engine replica may have to do before there should be another (`policy_kwargs` of its autoscaling policy)."""
+
+    target_backlog_s: float = Field(default=30.0, gt=0)
+    """Seconds of work that it may have in sight, at its measured speed."""
+    target_ttft_s: float = Field(default=5.0, gt=0)
+    """Seconds of that work that may wait for a place in the batch: the TTFT of whoever comes now."""
+
+
+class PrefixRouting(Section):
+    """When a prompt goes where its beginning is (`request_router_kwargs` of the engine's `request_router_config`)."""
+
+    prefix_weight: float = Field(default=4.0, ge=0)
+    """Tokens that a replica may have to do more than another, per token of the prompt that it need not compute."""
+    prefix_tokens: int = Field(default=128, ge=1)
+    """First tokens of a prompt by which all ingress replicas find the same engine replica for what they do not know."""
+    memory_tokens: int = Field(default=4_000_000, ge=1)
+    """Tokens of prompts of which an ingress replica remembers where it sent them."""
+
+
 class ApiKey(Section):
     """One caller (`serve-app key NAME` makes a key and this entry for it)."""
 

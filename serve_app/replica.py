@@ -112,7 +112,12 @@ class EngineReplica:
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve for the autoscaling policy."""
         stats = self._engine.stats()
-        return {"backlog_tokens": float(stats.num_backlog_tokens), "tokens_per_s": stats.tokens_per_s}
+        return {
+            "backlog_tokens": float(stats.num_backlog_tokens),
+            "waiting_tokens": float(stats.num_waiting_tokens),
+            "num_requests": float(stats.num_running + stats.num_waiting),
+            "tokens_per_s": stats.tokens_per_s,
+        }
 
     async def ready(self) -> None:
         """Raises `EngineUnavailableError` when the engine makes no progress."""

@@ -16,10 +16,34 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from ray.serve.schema import ServeDeploySchema
 
-from serve_app.config import INGRESS, EngineLimits, IngressLimits, Section, ServeConfig, parse_section
+from serve_app.config import (
+    INGRESS,
+    AutoscalingTargets,
+    EngineLimits,
+    IngressLimits,
+    PrefixRouting,
+    Section,
+    ServeConfig,
+    parse_section,
+)
 from serve_app.errors import ConfigError
 
 IMPORT_PATH = "serve_app.app:build_app"
+OUR_PARTS: dict[tuple[str, str, str, str], type[Section]] = {
+    (
+        "autoscaling_config.policy",
+        "policy_function",
+        "serve_app.autoscaling:TokenBacklogPolicy",
+        "policy_kwargs",
+    ): AutoscalingTargets,
+    (
+        "request_router_config",
+        "request_router_class",
+        "serve_app.routing:PrefixRouter",
+        "request_router_kwargs",
+    ): PrefixRouting,
+}
+"""A section of a deployment, the key that names a part of ours in it, that name, the key of its arguments: their kind."""
 
 
 def check_file(path: Path) -> None:
@@ -64,6 +88,21 @@ def _problems_of_ours(application: dict[str, Any]) -> Iterator[str]:
             parse_section(limits[name], deployment.get("user_config"), f"{name}.user_config")
         except ConfigError as error:
             yield str(error)
+        for (section, named, ours, arguments), kind in OUR_PARTS.items():
+            part = _at(deployment, section)
+            if part.get(named) == ours:
+                try:
+                    parse_section(kind, part.get(arguments), f"{name}.{section}.{arguments}")
+                except ConfigError as error:
+                    yield str(error)
+
+
+def _at(part: dict[str, Any], path: str) -> dict[str, Any]:
+    """A section of a section; empty when there is none."""
+    for key in path.split("."):
+        inner = part.get(key)
+        part = inner if isinstance(inner, dict) else {}
+    return part
 
 
 def _unknown_keys(schema: type[BaseModel], content: Any, path: str) -> Iterator[str]:

@@ -46,6 +46,15 @@ WRONG = {
     "Engine.request_router_config.prefix_tokens: unknown key": (
         lambda config, app, of: of["Engine"]["request_router_config"].update(prefix_tokens=1)
     ),
+    "Engine.request_router_config.request_router_kwargs.max_lead: unknown key": (
+        lambda config, app, of: of["Engine"]["request_router_config"]["request_router_kwargs"].update(max_lead=1)
+    ),
+    "Engine.request_router_config.request_router_kwargs.prefix_weight: ": (
+        lambda config, app, of: of["Engine"]["request_router_config"]["request_router_kwargs"].update(prefix_weight=-1)
+    ),
+    "Engine.autoscaling_config.policy.policy_kwargs.target_s: unknown key": (
+        lambda config, app, of: of["Engine"]["autoscaling_config"]["policy"]["policy_kwargs"].update(target_s=1)
+    ),
     "Ingress.ray_actor_options.num_cpu: unknown key; did you mean num_cpus?": (
         lambda config, app, of: of["Ingress"]["ray_actor_options"].update(num_cpu=1)
     ),
