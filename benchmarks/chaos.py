@@ -32,7 +32,7 @@ import uvloop
 
 from benchmarks.callers import NO_ENDING, CallReport, Crowd, Manner, catalog, invalid_calls
 from benchmarks.compare import MODEL
-from benchmarks.server import ROOT, Server, our_config, ray_serve, serve_switches
+from benchmarks.server import ROOT, Server, deployment_of, our_config, ray_serve, serve_switches
 
 RESULTS = ROOT / "benchmarks" / "results"
 NUM_CALLS = 48
@@ -231,12 +231,10 @@ def table(found: dict[str, Any]) -> str:
 
 def draw(reports: list[CallReport], kills: list[Kill], memory: list[Memory], started_at: float, step_s: float = 10) -> None:
     """Answers, refusals, waits and memory over the run, with the kills."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (rates, waits, sizes) = pyplot.subplots(3, 1, figsize=(9, 8), sharex=True, constrained_layout=True)
+    figure = Figure(figsize=(9, 8), layout="constrained")
+    (rates, waits, sizes) = figure.subplots(3, 1, sharex=True)
     steps = int(memory[-1].at_s / step_s) + 1
     for name, is_one in (
         ("whole answers", lambda report: report.ending == "complete"),
@@ -268,7 +266,7 @@ def chaos_config(port: int, budget: int) -> dict[str, Any]:
     [application] = config["applications"]
     application["args"]["model"]["dtype"] = "float32"
     application["args"]["engine"] |= {"num_threads": 1, "kv_cache_tokens": 16384}
-    engine = next(d for d in application["deployments"] if d["name"] == "Engine")
+    engine = deployment_of(config, "Engine")
     engine["user_config"]["max_waiting_tokens"] = budget
     engine["autoscaling_config"] |= {"min_replicas": 2, "max_replicas": 2}
     return config

@@ -220,13 +220,11 @@ def medians(rows: Sequence[Row]) -> list[Row]:
 
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Bars: tokens per second and time to first token, by load."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     loads, servers = (list(dict.fromkeys(getattr(row, name) for row in rows)) for name in ("load", "server"))
-    figure, axes = pyplot.subplots(1, 2, figsize=(12, 4.5), constrained_layout=True)
+    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    axes = figure.subplots(1, 2)
     for axis, name, title in zip(
         axes, ("tokens_per_s", "ttft_p50_ms"), ("output tokens/s", "TTFT p50, ms (log)"), strict=True
     ):

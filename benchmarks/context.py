@@ -64,12 +64,10 @@ def bandwidth() -> float:
 
 def draw(found: dict[int, dict[int, float]], per_token_s: float) -> None:
     """Milliseconds per token of a row, measured, and the shortest context's cost plus the bytes of the cache."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(7, 4.5), constrained_layout=True)
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axis = figure.subplots()
     for rows, by_context in found.items():
         contexts = list(by_context)
         [line] = axis.plot(contexts, [by_context[c] * 1000 for c in contexts], marker="o", label=f"{rows} rows")

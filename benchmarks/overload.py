@@ -23,7 +23,7 @@ import aiohttp
 import uvloop
 
 from benchmarks.compare import MODEL, jobs_of
-from benchmarks.server import ROOT, our_config, ray_serve
+from benchmarks.server import ROOT, deployment_of, our_config, ray_serve
 from serve_app.loadgen import Job, LoadResult, RefusedError, Target, run_load, run_open_load, send
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -118,12 +118,10 @@ async def beside_a_flood(url: str, seconds: float) -> dict[str, float]:
 
 def draw(points: list[Point]) -> None:
     """Goodput and time to the first token over the load."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (above, below) = pyplot.subplots(2, 1, figsize=(7, 6.5), sharex=True, constrained_layout=True)
+    figure = Figure(figsize=(7, 6.5), layout="constrained")
+    (above, below) = figure.subplots(2, 1, sharex=True)
     loads = [point.load for point in points]
     above.plot(loads, [point.goodput_tokens_per_s for point in points], marker="o")
     above.set_ylim(bottom=0)
@@ -145,7 +143,7 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=8125)
     args = parser.parse_args()
     config = our_config(args.port)
-    engine = next(d for d in config["applications"][0]["deployments"] if d["name"] == "Engine")
+    engine = deployment_of(config, "Engine")
     engine["user_config"]["max_waiting_tokens"] = args.budget
     engine["autoscaling_config"]["max_replicas"] = 1
     with ray_serve(config, args.port) as server:

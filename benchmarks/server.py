@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -128,6 +129,21 @@ def our_config(port: int) -> dict[str, Any]:
     config = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
     config["http_options"]["port"] = port
     return dict(config)
+
+
+def deployment_of(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """The section of a deployment in a config of one application, to be changed."""
+    [application] = config["applications"]
+    found: dict[str, Any]
+    [found] = [deployment for deployment in application["deployments"] if deployment["name"] == name]
+    return found
+
+
+def free_port() -> int:
+    """One of loopback that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
 
 
 def serve_switches() -> dict[str, str]:
