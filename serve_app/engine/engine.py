@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from serve_app.engine.kv_cache import BlockLedger
@@ -473,10 +473,8 @@ class BatchInferenceEngine:
         if finish_reason is not None:
             self._timings.note(Timing.DECODE, self._last_progress_at - sequence.first_token_at)
             self._end(sequence, Status.FINISHED)
-        prompt_logprobs = None
-        if sequence.num_output_tokens == 1 and sequence.request.sampling.prompt_logprobs is not None:
-            prompt_logprobs = tuple(sequence.prompt_logprobs)
-        return TokenOutput(sequence.request.request_id, draw.token, finish_reason, draw.logprobs, prompt_logprobs)
+        output = TokenOutput(sequence.request.request_id, draw.token, finish_reason, draw.logprobs)
+        return output if sequence.num_output_tokens > 1 else _with_prompt(output, sequence)
 
     def _fail_row(self, plan: StepPlan, error: Exception) -> list[Delivery]:
         """Ends the only row of a plan."""
@@ -553,6 +551,16 @@ class BatchInferenceEngine:
                 parcels.append((stream, delivery))
         for request_id in deliver(parcels):
             self.cancel(request_id)
+
+
+def _with_prompt(first: TokenOutput, sequence: Sequence) -> TokenOutput:
+    """The first token also tells of the prompt."""
+    asks = sequence.request.sampling.prompt_logprobs is not None
+    return replace(
+        first,
+        prompt_logprobs=tuple(sequence.prompt_logprobs) if asks else None,
+        num_cached_tokens=sequence.num_cached_tokens,
+    )
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

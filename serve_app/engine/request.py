@@ -190,6 +190,8 @@ class TokenOutput:
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     """On the first token of a request that asked for them: of the prompt's tokens from the second on."""
+    num_cached_tokens: int = 0
+    """On the first token: how many of the prompt's were found in the prefix cache."""
 
     @property
     def is_last(self) -> bool:

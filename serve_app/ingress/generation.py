@@ -7,7 +7,7 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 from serve_app.config import ApiKey
 from serve_app.engine.request import FinishReason, RequestFailure, TokenLogprobs, TokenOutput, UserRequest
@@ -70,17 +70,22 @@ class ChoiceDelta:
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens counted so far: `prompt_tokens` once per prompt, `completion_tokens` as they are drawn."""
+    """Tokens counted so far: those of a prompt once, however many choices it has, `completion_tokens` as they are drawn.
+
+    `cached_tokens` are those of the prompts that were in the prefix cache, when each prompt's first choice began.
+    """
 
     prompt_tokens: int
     completion_tokens: int = 0
+    cached_tokens: int = 0
 
-    def as_json(self) -> dict[str, int]:
+    def as_json(self) -> dict[str, Any]:
         """OpenAI's shape."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 
 
@@ -220,6 +225,8 @@ class Generation:
                 prompt_logprobs = None
                 if is_first:
                     is_first = False
+                    if index % self._request.n == 0:
+                        self.usage.cached_tokens += outputs[0].num_cached_tokens
                     pieces = self._prompt_pieces(prompt, outputs[0].prompt_logprobs)
                     prompt_logprobs = pieces if self._request.prompt_logprobs is not None else None
                     if self._request.echoes:

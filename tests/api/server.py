@@ -67,7 +67,8 @@ class Answer:
     status: int
     text: str
     finish_reason: str | None
-    usage: dict[str, int] | None
+    told: dict[str, Any] | None
+    """The usage."""
     body: Any
     events: list[dict[str, Any]]
     raw: str = ""
@@ -77,6 +78,17 @@ class Answer:
         """What must not depend on `stream`."""
         error = self.body.get("error") if isinstance(self.body, dict) else None
         return self.status, self.text, self.finish_reason, self.usage, error
+
+    @property
+    def usage(self) -> dict[str, int] | None:
+        """The counts, without the details."""
+        return self.told and {name: count for name, count in self.told.items() if name != "prompt_tokens_details"}
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Of the prompts', which depends on what was asked before."""
+        assert self.told is not None
+        return int(self.told["prompt_tokens_details"]["cached_tokens"])
 
 
 class Server:

@@ -582,10 +582,27 @@ def test_salts_keep_prefix_caches_apart(tiny):
     hits = []
     for salt in ("one", "one", "two"):
         before = tiny.engine.stats().num_prefix_hit_tokens
-        tiny.ask(prompt, max_tokens=1, cache_salt=salt)
+        answer = tiny.ask(prompt, max_tokens=1, cache_salt=salt)
         hits.append(tiny.engine.stats().num_prefix_hit_tokens - before)
+        assert answer.num_cached_tokens == hits[-1]
     assert hits[0] == hits[2] == 0
     assert hits[1] > 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_usage_tells_what_of_the_prompts_was_cached(tiny, stream):
+    """Of each prompt once, as its tokens are counted once, however many choices it has."""
+    cached = []
+    for prompt in ("q" * 64, ["q" * 64, "r" * 64], ["q" * 64, "r" * 64]):
+        answer = tiny.ask(prompt, max_tokens=3, n=2, cache_salt=f"cached {stream}", stream=stream, temperature=1)
+        cached.append(answer.num_cached_tokens)
+        assert cached[-1] < answer.usage["prompt_tokens"]
+    assert cached[0] == 0
+    assert 0 < cached[1] == cached[2] / 2
+    asked = {"model": MODEL, "input": "q" * 64, "max_output_tokens": 16}
+    told = [tiny.http.post("/v1/responses", json=asked).json()["usage"] for _ in range(2)]
+    assert told[1]["input_tokens_details"]["cached_tokens"] >= told[0]["input_tokens_details"]["cached_tokens"]
+    assert told[1]["input_tokens_details"]["cached_tokens"] > 0
 
 
 def test_choices_share_the_blocks_of_their_prompt(tiny):

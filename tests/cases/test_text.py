@@ -181,7 +181,8 @@ def test_br_023_usage_comes_once_and_last():
         events = server.ask("hello", stream=True).events
         assert all(event["usage"] is None for event in events[:-1])
         assert events[-1]["choices"] == []
-        assert events[-1]["usage"] == {"prompt_tokens": 5, "completion_tokens": 6, "total_tokens": 11}
+        counts = {"prompt_tokens": 5, "completion_tokens": 6, "total_tokens": 11}
+        assert events[-1]["usage"] == {**counts, "prompt_tokens_details": {"cached_tokens": 0}}
         response = server.http.post("/v1/completions", json={"prompt": "hello", "stream": True})
         assert "usage" not in response.text
 
