@@ -53,8 +53,8 @@ def trace() -> list[Phase]:
     tiny = [Job(f"{job.prompt}.", 2) for job in mixed_jobs(1500, 0, (3, 6), (2, 2))]
     return [
         Phase("many tiny", 48, tiny),
-        Phase("few long", 6, mixed_jobs(36, 1, (1000, 1400), (60, 120), long_tail=False)),
-        Phase("long streams", 3, mixed_jobs(3, 2, (20, 30), (1500, 1500))),
+        Phase("few long", 16, mixed_jobs(64, 1, (1000, 1400), (60, 120), long_tail=False)),
+        Phase("long streams", 6, mixed_jobs(6, 2, (20, 30), (2500, 2500))),
     ]
 
 
@@ -68,7 +68,7 @@ def config_of(port: int) -> dict[str, Any]:
         "min_replicas": 1,
         "max_replicas": MAX_REPLICAS,
         "upscale_delay_s": 3,
-        "downscale_delay_s": 8,
+        "downscale_delay_s": 15,
         "metrics_interval_s": 1,
         "look_back_period_s": 3,
     }
@@ -152,8 +152,9 @@ def draw(played: Sequence[Replayed], glances: Sequence[Glance]) -> None:
         for one in played:
             axis.axvspan(one.began_at_s, one.ended_at_s, alpha=0.08)
             axis.axvline(one.began_at_s, color="grey", linestyle="--", linewidth=0.8)
-    for one in played:
-        axes[0].text(one.began_at_s + 1, axes[0].get_ylim()[1] * 0.9, one.phase.name, fontsize=9)
+    axes[0].set_yscale("symlog")
+    for index, one in enumerate(played):
+        axes[0].text(one.began_at_s + 1, 500 if index % 2 else 2, one.phase.name, fontsize=9)
     axes[-1].set_xlabel("seconds")
     figure.savefig(ROOT / "docs" / "images" / "autoscaling.png", dpi=100)
 

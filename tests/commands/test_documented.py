@@ -56,6 +56,8 @@ ELSEWHERE = {
     "make chaos": "ten minutes; half a minute of it in tests/serve/test_faults.py",
     "python -m benchmarks.compare": "needs the other servers",
     "python -m benchmarks.overload": "minutes of load",
+    "python -m benchmarks.autoscaling": "minutes of load",
+    "python -m benchmarks.routing": "minutes of load",
     "python -m benchmarks.perplexity": "minutes of load",
     "serve-app pull Qwen/Qwen3-0.6B": "needs a model hub",
     "set -a; . ./serve.env; set +a": "the first line of `make serve`",
