@@ -124,6 +124,9 @@ class IngressLimits(Section):
     request_timeout_s: float | None = Field(default=None, gt=0)
     """No call takes longer, waiting or running: then its work ends with 504, or with an error event in a stream that has
     begun. A caller may ask for less (X-Request-Timeout-Seconds). When absent there is no limit."""
+    cold_start_wait_s: float = Field(default=30.0, ge=0)
+    """While there is no engine replica, calls wait for one if its start is expected to take no longer (by the last one);
+    else they get 503 with a Retry-After, while it starts."""
     reader_timeout_s: float = Field(default=60.0, gt=0)
     """A streaming caller who takes nothing for so long, while there is something for him, is cut off and his work ends."""
     step_channel: bool = True

@@ -21,6 +21,7 @@ ServeAppError
 ├── GenerationError                500  server_error: this request's own work, or its step, failed
 │   └── OutOfMemoryError           500  its work does not fit into the device's memory, not even alone
 └── EngineUnavailableError         503  the engine is dead, draining or not there
+    └── ColdStartError             503  code cold_start, with Retry-After: it is being started
 
 Every error survives pickling, since an error crosses from replica to ingress as a value. What a message says may be read
 by the caller: internals belong in the log.
@@ -118,17 +119,21 @@ class UnsupportedMediaTypeError(RequestError):
     status = 415
 
 
-class OverloadedError(ServeAppError):
-    """More work is in sight than the budget admits; `retry_after_s` is computed from backlog and speed."""
-
-    status = 429
-    type = "rate_limit_error"
-    code = "overloaded"
+class RetryLaterError(ServeAppError):
+    """The same may be asked again in `retry_after_s` seconds; base of those of which that is known."""
 
     def __init__(self, message: str, retry_after_s: int = 1) -> None:
         super().__init__(message)
         self.args = (message, retry_after_s)
         self.retry_after_s = retry_after_s
+
+
+class OverloadedError(RetryLaterError):
+    """More work is in sight than the budget admits; `retry_after_s` is computed from backlog and speed."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "overloaded"
 
 
 class RequestCancelledError(ServeAppError):
@@ -167,3 +172,9 @@ class EngineUnavailableError(ServeAppError):
     status = 503
     type = "service_unavailable"
     code = "engine_unavailable"
+
+
+class ColdStartError(RetryLaterError, EngineUnavailableError):
+    """There is no engine replica, and the start of one takes longer than calls may wait."""
+
+    code = "cold_start"

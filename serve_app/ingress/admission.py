@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from serve_app.errors import OverloadedError
+from serve_app.ingress.cold_start import ColdStart
 from serve_app.ingress.engine_client import EngineClient
 
 RESERVE = 0.2
@@ -82,11 +83,18 @@ class Admission:
 
     Args:
         client: asked for what waits at the replicas, of other ingress replicas too, and for how much may.
+        cold_start_wait_s: asked at each call: how long calls may wait while there is no replica.
         clock: monotonic seconds.
     """
 
-    def __init__(self, client: EngineClient, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        client: EngineClient,
+        cold_start_wait_s: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._client = client
+        self._cold_start = ColdStart(client, cold_start_wait_s, clock)
         self._clock = clock
         self._rate = Rate()
         self._waiting: Counter[str] = Counter()  # tokens, by tenant
@@ -107,8 +115,10 @@ class Admission:
             tenant: whose it is.
 
         Raises:
+            ColdStartError: there is no replica, and its start takes longer than calls may wait.
             OverloadedError: more waits than may.
         """
+        await self._cold_start.check()
         if self._looked_at == -math.inf:
             await self._look()
         elif (self._waiting or self._of_others) and self._clock() - self._looked_at > FRESH_S:  # nobody waits for it
@@ -119,7 +129,7 @@ class Admission:
         if self._promises.pop(call, None) is not None:
             self._learn(1.0)
         self._count(tenant, num_tokens, left=0)
-        return Ticket(partial(self._leave, tenant, num_tokens))
+        return Ticket(self._cold_start.saw_life, partial(self._leave, tenant, num_tokens))
 
     async def _look(self) -> None:
         """Asks the replicas. While none answers (one that hangs is waited for), what was known goes on to count."""
@@ -187,12 +197,14 @@ class Admission:
 class Ticket:
     """A call's place in the queue, until it starts or leaves."""
 
-    def __init__(self, leave: Callable[..., None]) -> None:
+    def __init__(self, saw_life: Callable[[], None], leave: Callable[..., None]) -> None:
+        self._saw_life = saw_life
         self._leave = leave
         self._is_waiting = True
 
     def start(self) -> None:
-        """The call has its first token; does nothing when it had one before."""
+        """The call has a token; the first ends its waiting."""
+        self._saw_life()
         self._end(has_started=True)
 
     def give_up(self) -> None:

@@ -17,9 +17,9 @@ from starlette.types import Receive, Scope, Send
 from serve_app.errors import (
     GenerationError,
     MethodNotAllowedError,
-    OverloadedError,
     RequestCancelledError,
     RequestError,
+    RetryLaterError,
     ServeAppError,
     SlowReaderError,
     UnknownRouteError,
@@ -40,7 +40,7 @@ class SupportsAclose(Protocol):
 def error_body(error: ServeAppError) -> dict[str, Any]:
     """The one error shape."""
     body: dict[str, Any] = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
-    if isinstance(error, OverloadedError):
+    if isinstance(error, RetryLaterError):
         body["retry_after_s"] = error.retry_after_s
     return {"error": body}
 
@@ -48,7 +48,7 @@ def error_body(error: ServeAppError) -> dict[str, Any]:
 def error_answer(error: ServeAppError, headers: dict[str, str] | None = None) -> JSONResponse:
     """An error as an HTTP answer."""
     headers = dict(headers or {})
-    if isinstance(error, OverloadedError):
+    if isinstance(error, RetryLaterError):
         headers["Retry-After"] = str(error.retry_after_s)
     return JSONResponse(error_body(error), error.status, headers)
 

@@ -51,6 +51,7 @@ class IngressReplica:
             read_facts(checkpoint, model.max_model_len),
             ContinuingClient(way if self._tracer is None else TracedClient(way, self._tracer)),
             allows_templates=lambda: self._api.limits.allow_chat_template,
+            cold_start_wait_s=lambda: self._api.limits.cold_start_wait_s,
             reasoning_tags=None if model.reasoning_tags is None else (model.reasoning_tags[0], model.reasoning_tags[1]),
         )
 

@@ -37,6 +37,12 @@ class EngineClient(Protocol):
     async def loads(self) -> list[EngineLoad]:
         """What waits at each replica that answers."""
 
+    async def has_replica(self) -> bool:
+        """Whether there is any replica, well or not."""
+
+    async def wait_for_replica(self) -> None:
+        """Returns when a replica answers; while none is there, that has one started."""
+
     async def check_ready(self) -> None:
         """Raises `EngineUnavailableError` when no replica can serve."""
 
@@ -53,6 +59,7 @@ class ServeEngineClient:
         self._handle = handle
         self._generate = handle.options(method_name="generate", stream=True, _by_reference=False)
         self._ready = handle.options(method_name="ready", _by_reference=False)
+        self._load = handle.options(method_name="load", _by_reference=False)
         self._uses_channel = uses_channel
         self._receiver = StepReceiver()
         self._calls: set[asyncio.Task[None]] = set()
@@ -84,13 +91,21 @@ class ServeEngineClient:
         """See `EngineClient.loads`."""
         return [load for load in await self._ask_all("load") if isinstance(load, EngineLoad)]
 
+    async def has_replica(self) -> bool:
+        """See `EngineClient.has_replica`."""
+        return bool(await self._ask_all("load"))
+
+    async def wait_for_replica(self) -> None:
+        """See `EngineClient.wait_for_replica`. Serve starts a replica for a call that waits."""
+        await self._load.remote()
+
     async def _ask_all(self, method: str, *args: Any) -> list[Any]:
-        """What each replica answers; an exception for one that does not, nothing when there is none."""
+        """What each replica answers, or an exception: one for all when some do not answer. Nothing when there is none."""
         try:
             response = self._handle.broadcast(method, *args)
             return list(await response.results_async(timeout_s=READY_TIMEOUT_S, return_exceptions=True))
-        except (TimeoutError, RayError, RayServeException):
-            return []
+        except (TimeoutError, RayError, RayServeException) as error:
+            return [error]
 
     async def check_ready(self) -> None:
         """See `EngineClient.check_ready`. Asks one replica, and the others only when that one is not ready."""

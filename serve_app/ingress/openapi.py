@@ -36,7 +36,7 @@ REFUSALS = {
     "429": "Busy; see Retry-After",
     "500": "This request failed",
     "504": "Not done in time",
-    "503": "No model replica can serve",
+    "503": "No model replica can serve; with Retry-After if one is being started",
 }
 REFERENCES = "#/components/schemas/{model}"
 

@@ -22,6 +22,7 @@ class ServedModel:
         facts: the model's context, vocabulary and recommended sampling.
         client: its engine.
         allows_templates: asked at each call: whether callers may bring their own chat template.
+        cold_start_wait_s: asked at each call: how long calls may wait while there is no engine replica.
         reasoning_tags: what opens and closes the model's reasoning, when chat is to split it off.
     """
 
@@ -33,6 +34,7 @@ class ServedModel:
         client: EngineClient,
         *,
         allows_templates: Callable[[], bool],
+        cold_start_wait_s: Callable[[], float],
         reasoning_tags: tuple[str, str] | None = None,
     ) -> None:
         self.name = name
@@ -40,7 +42,7 @@ class ServedModel:
         self.facts = facts
         self.client = client
         self.reasoning_tags = reasoning_tags
-        self.admission = Admission(client)
+        self.admission = Admission(client, cold_start_wait_s)
         self.prompter = Prompter(tokenizer, facts, allows_templates)
         self._created = int(time.time())
 

@@ -96,6 +96,14 @@ class TracedClient:
         """See `EngineClient.loads`."""
         return await self._client.loads()
 
+    async def has_replica(self) -> bool:
+        """See `EngineClient.has_replica`."""
+        return await self._client.has_replica()
+
+    async def wait_for_replica(self) -> None:
+        """See `EngineClient.wait_for_replica`."""
+        await self._client.wait_for_replica()
+
     async def check_ready(self) -> None:
         """See `EngineClient.check_ready`."""
         await self._client.check_ready()

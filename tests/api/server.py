@@ -56,6 +56,12 @@ class LocalEngineClient:
     async def loads(self) -> list[EngineLoad]:
         return [self.engine.load()]
 
+    async def has_replica(self) -> bool:
+        return True
+
+    async def wait_for_replica(self) -> None:
+        pass
+
     async def check_ready(self) -> None:
         self.engine.check_health(60)
 
@@ -207,6 +213,7 @@ def serving(
                 facts or ModelFacts(runner.end_token_ids, runner.max_model_len, runner.vocab_size),
                 client if tracer is None else TracedClient(client, tracer),
                 allows_templates=lambda: api.limits.allow_chat_template,
+                cold_start_wait_s=lambda: api.limits.cold_start_wait_s,
                 reasoning_tags=reasoning_tags,
             )
             for name in (MODEL, *more_models)

@@ -32,6 +32,9 @@ class Replicas:
     async def loads(self):
         return self.answers
 
+    async def has_replica(self):
+        return True
+
 
 async def simulate(load, *, patience, seed=0, seen=(40.0, 120.0), until=700.0):
     """A queue that drains at SPEED, and callers that come at `load` times that, and come back when they are told.
@@ -40,7 +43,7 @@ async def simulate(load, *, patience, seed=0, seen=(40.0, 120.0), until=700.0):
     he got in, of those who came between the times `seen`; the most that waited; and the tokens computed per second then.
     """
     clock, rng = Clock(), random.Random(seed)
-    admission = Admission(Replicas(), clock)
+    admission = Admission(Replicas(), lambda: 0, clock)
     queue, told, busy_until, most, work = [], {}, 0.0, 0, 0.0
     events, count = [], 0
 
@@ -111,7 +114,7 @@ async def test_without_overload_nobody_is_refused():
 
 
 async def test_what_waits_for_other_ingress_replicas_counts():
-    admission = Admission(Replicas(waiting=BUDGET - 100), Clock())
+    admission = Admission(Replicas(waiting=BUDGET - 100), lambda: 0, Clock())
     await admission.enter("small", 50)
     with pytest.raises(OverloadedError) as refused:
         await admission.enter("large", 1000)
@@ -122,7 +125,7 @@ async def test_what_waits_for_other_ingress_replicas_counts():
 
 async def test_while_no_replica_answers_what_was_known_counts():
     clock, replicas = Clock(), Replicas(waiting=BUDGET - 100)
-    admission = Admission(replicas, clock)
+    admission = Admission(replicas, lambda: 0, clock)
     replicas.answers, known = [], replicas.answers
     await admission.enter("before anything is known", 3000)
     replicas.answers = known
@@ -141,7 +144,7 @@ async def test_while_no_replica_answers_what_was_known_counts():
 
 async def test_what_waited_for_others_is_forgotten_when_it_is_gone():
     clock, replicas = Clock(), Replicas(waiting=5 * BUDGET)
-    admission = Admission(replicas, clock)
+    admission = Admission(replicas, lambda: 0, clock)
     with pytest.raises(OverloadedError):
         await admission.enter("a", 3000)
     replicas.answers = Replicas().answers
@@ -153,7 +156,7 @@ async def test_what_waited_for_others_is_forgotten_when_it_is_gone():
 
 
 async def test_a_flood_of_one_tenant_does_not_lock_others_out():
-    admission = Admission(Replicas(), Clock())
+    admission = Admission(Replicas(), lambda: 0, Clock())
     for name in range(16):
         await admission.enter(f"flood {name}", 500, "flood")
     with pytest.raises(OverloadedError):
@@ -165,13 +168,13 @@ async def test_a_flood_of_one_tenant_does_not_lock_others_out():
 
 
 async def test_an_engine_without_a_limit_refuses_nobody():
-    admission = Admission(Replicas(budget=None), Clock())
+    admission = Admission(Replicas(budget=None), lambda: 0, Clock())
     for name in range(1000):
         await admission.enter(name, 10_000)
 
 
 async def test_a_request_larger_than_the_budget_is_served_when_nothing_waits():
-    admission = Admission(Replicas(), Clock())
+    admission = Admission(Replicas(), lambda: 0, Clock())
     ticket = await admission.enter("large", 5 * BUDGET)
     with pytest.raises(OverloadedError):
         await admission.enter("next", 10)
@@ -181,7 +184,7 @@ async def test_a_request_larger_than_the_budget_is_served_when_nothing_waits():
 
 async def test_promises_lapse_and_who_comes_too_early_is_told_the_rest():
     clock = Clock()
-    admission = Admission(Replicas(), clock)
+    admission = Admission(Replicas(), lambda: 0, clock)
     running = await admission.enter("first", BUDGET)
     with pytest.raises(OverloadedError) as refused:
         await admission.enter("late", 2_000)

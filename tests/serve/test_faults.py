@@ -16,6 +16,7 @@ import pytest
 
 from benchmarks.callers import Crowd, catalog, invalid_calls
 from benchmarks.chaos import Watch, bring_chaos, engines_at_rest
+from serve_app.ingress.cold_start import FRESH_S
 from tests.api.server import ask
 from tests.serve.conftest import TINY, application_of, deployment_of, replicas, states_of, wait_for_replicas
 from tests.serve.faulty import FAULTS
@@ -167,10 +168,14 @@ def test_br_121_an_update_that_fails_leaves_the_old_replicas_at_work(deployed):
 
 
 def test_br_123_without_work_there_are_no_replicas_and_the_next_call_starts_one(deployed):
-    """The ingress is killed while a call runs; what it had counted must not keep replicas alive."""
+    """The ingress is killed while a call runs; what it had counted must not keep replicas alive.
 
-    def to_zero(config):
+    The next call waits for a replica, if it may; else it is told for how long one takes that was measured.
+    """
+
+    def to_zero(config, cold_start_wait_s=60):
         deployment_of(config, "Engine")["autoscaling_config"].update(min_replicas=0, downscale_delay_s=2)
+        deployment_of(config, "Ingress")["user_config"]["cold_start_wait_s"] = cold_start_wait_s
 
     expected = text_alone(deployed, 1, 100)
     deployed.deploy(to_zero)
@@ -187,8 +192,21 @@ def test_br_123_without_work_there_are_no_replicas_and_the_next_call_starts_one(
         for _ in range(30):
             assert states_of("Engine") == {}
             time.sleep(1)
+        began_at = time.monotonic()
         assert call(deployed, 1, 100).text == expected
+        took_s = time.monotonic() - began_at
         wait_for_replicas("Engine", 0)
+        deployed.deploy(partial(to_zero, cold_start_wait_s=0))
+        time.sleep(FRESH_S)
+        refused = 0
+        while (answer := deployed.http.post(f"/{TINY}/v1/completions", json={"prompt": "x"})).status_code == 503:
+            refused += 1
+            assert answer.json()["error"]["code"] == "cold_start"
+            assert 1 <= int(answer.headers["Retry-After"]) <= took_s + 1
+            time.sleep(1)
+            assert refused < 200
+        assert refused
+        assert answer.status_code == 200
     finally:
         deployed.deploy()
         wait_for_replicas("Engine", 1)
