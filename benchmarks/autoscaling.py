@@ -69,7 +69,6 @@ def config_of(port: int) -> dict[str, Any]:
         "max_replicas": MAX_REPLICAS,
         "upscale_delay_s": 3,
         "downscale_delay_s": 15,
-        "metrics_interval_s": 1,
         "look_back_period_s": 3,
     }
     engine["autoscaling_config"]["policy"]["policy_kwargs"] = {"target_backlog_s": TARGET_BACKLOG_S}

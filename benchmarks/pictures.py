@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -100,9 +101,8 @@ def picture_dashboard(url: str, since: float, until: float) -> None:
     for panel, axis in zip(panels, axes.flat, strict=False):
         for target in panel["targets"]:
             for series in series_of(url, target["expr"], since, until):
-                label = target["legendFormat"]
-                for name, value in series["metric"].items():
-                    label = label.replace(f"{{{{{name}}}}}", value)
+                names = re.compile(r"{{(\w+)}}")
+                label = names.sub(lambda found, of=series: of["metric"].get(found[1], ""), target["legendFormat"])
                 points = [(float(at) - since, float(value)) for at, value in series["values"]]
                 axis.plot(*zip(*points, strict=True), label=label, linewidth=1.5)
         unit = UNITS[panel["fieldConfig"]["defaults"].get("unit", "short")]

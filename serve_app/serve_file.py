@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from ray.serve.config import AutoscalingConfig
 from ray.serve.schema import ServeDeploySchema
 
 from serve_app.config import (
@@ -88,6 +89,8 @@ def _problems_of_ours(application: dict[str, Any]) -> Iterator[str]:
             parse_section(limits[name], deployment.get("user_config"), f"{name}.user_config")
         except ConfigError as error:
             yield str(error)
+        if problem := _starts_for_old_calls(deployment.get("autoscaling_config")):
+            yield f"{name}.autoscaling_config: {problem}"
         for (section, named, ours, arguments), kind in OUR_PARTS.items():
             part = _at(deployment, section)
             if part.get(named) == ours:
@@ -95,6 +98,17 @@ def _problems_of_ours(application: dict[str, Any]) -> Iterator[str]:
                     parse_section(kind, part.get(arguments), f"{name}.{section}.{arguments}")
                 except ConfigError as error:
                     yield str(error)
+
+
+def _starts_for_old_calls(section: Any) -> str | None:
+    """Serve starts a first replica while its mean over `look_back_period_s` holds a call, be it long answered."""
+    if not isinstance(section, dict) or section.get("min_replicas") != 0:
+        return None
+    config = AutoscalingConfig.model_validate(section)
+    key = "downscale_delay_s" if config.downscale_to_zero_delay_s is None else "downscale_to_zero_delay_s"
+    if getattr(config, key) >= config.look_back_period_s:
+        return None
+    return f"with min_replicas: 0, {key} must be at least look_back_period_s: else replicas go and come for calls of before"
 
 
 def _at(part: dict[str, Any], path: str) -> dict[str, Any]:

@@ -58,6 +58,12 @@ WRONG = {
     "Ingress.ray_actor_options.num_cpu: unknown key; did you mean num_cpus?": (
         lambda config, app, of: of["Ingress"]["ray_actor_options"].update(num_cpu=1)
     ),
+    "Engine.autoscaling_config: with min_replicas: 0, downscale_delay_s must be": (
+        lambda config, app, of: of["Engine"]["autoscaling_config"].update(min_replicas=0, downscale_delay_s=4)
+    ),
+    "Engine.autoscaling_config: with min_replicas: 0, downscale_to_zero_delay_s must be": (
+        lambda config, app, of: of["Engine"]["autoscaling_config"].update(min_replicas=0, downscale_to_zero_delay_s=4)
+    ),
     "deployments.Engin: unknown deployment; did you mean Engine?": lambda config, app, of: of["Engine"].update(
         name="Engin"
     ),

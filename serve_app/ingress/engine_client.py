@@ -9,7 +9,7 @@ from contextlib import aclosing
 from typing import Any, Protocol
 
 from ray.exceptions import RayError
-from ray.serve.exceptions import BackPressureError, RayServeException
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from serve_app.channel import Inbox, StepReceiver
@@ -104,6 +104,8 @@ class ServeEngineClient:
         try:
             response = self._handle.broadcast(method, *args)
             return list(await response.results_async(timeout_s=READY_TIMEOUT_S, return_exceptions=True))
+        except DeploymentUnavailableError:  # what Serve says when it knows of no replica
+            return []
         except (TimeoutError, RayError, RayServeException) as error:
             return [error]
 

@@ -59,6 +59,8 @@ ELSEWHERE = {
     "python -m benchmarks.autoscaling": "minutes of load",
     "python -m benchmarks.routing": "minutes of load",
     "python -m benchmarks.perplexity": "minutes of load",
+    "python -m benchmarks.observing": "minutes of load",
+    "python -m benchmarks.pictures": "minutes of load",
     "serve-app pull Qwen/Qwen3-0.6B": "needs a model hub",
     "set -a; . ./serve.env; set +a": "the first line of `make serve`",
     "ray get-auth-token --generate > /dev/null": "`make serve` makes one where there is none",

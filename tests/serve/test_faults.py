@@ -174,7 +174,9 @@ def test_br_123_without_work_there_are_no_replicas_and_the_next_call_starts_one(
     """
 
     def to_zero(config, cold_start_wait_s=60):
-        deployment_of(config, "Engine")["autoscaling_config"].update(min_replicas=0, downscale_delay_s=2)
+        deployment_of(config, "Engine")["autoscaling_config"].update(
+            min_replicas=0, downscale_delay_s=3, look_back_period_s=2
+        )
         deployment_of(config, "Ingress")["user_config"]["cold_start_wait_s"] = cold_start_wait_s
 
     expected = text_alone(deployed, 1, 100)
