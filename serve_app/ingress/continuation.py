@@ -13,9 +13,9 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 
-from serve_app.engine.request import MAX_SEED, Delivery, EngineLoad, RequestFailure, TokenOutput, UserRequest
+from serve_app.engine.request import MAX_SEED, Delivery, RequestFailure, TokenOutput, UserRequest
 from serve_app.errors import DeadlineError, EngineUnavailableError
-from serve_app.ingress.engine_client import EngineClient
+from serve_app.ingress.engine_client import WrappingClient
 
 logger = logging.getLogger(__name__)
 
@@ -25,15 +25,12 @@ PAUSE_S = 0.2
 """Before the second attempt, twice as long before each further one: time for Serve to notice that the replica is gone."""
 
 
-class ContinuingClient:
+class ContinuingClient(WrappingClient):
     """An `EngineClient` that goes on elsewhere when the replica of a request is gone.
 
     Args:
         client: makes one attempt; raises or delivers `EngineUnavailableError` when its replica is gone.
     """
-
-    def __init__(self, client: EngineClient) -> None:
-        self._client = client
 
     async def generate(self, request: UserRequest) -> AsyncGenerator[list[Delivery], None]:
         """See `EngineClient.generate`. Raises `EngineUnavailableError` after the last attempt."""
@@ -61,26 +58,6 @@ class ContinuingClient:
                     raise
                 logger.warning("request %s goes on elsewhere after %d tokens: %s", request.request_id, len(tokens), error)
             await asyncio.sleep(PAUSE_S * 2**attempt)
-
-    async def cancel_call(self, call_id: str, tenant: str | None) -> int:
-        """See `EngineClient.cancel_call`."""
-        return await self._client.cancel_call(call_id, tenant)
-
-    async def loads(self) -> list[EngineLoad]:
-        """See `EngineClient.loads`."""
-        return await self._client.loads()
-
-    async def has_replica(self) -> bool:
-        """See `EngineClient.has_replica`."""
-        return await self._client.has_replica()
-
-    async def wait_for_replica(self) -> None:
-        """See `EngineClient.wait_for_replica`."""
-        await self._client.wait_for_replica()
-
-    async def check_ready(self) -> None:
-        """See `EngineClient.check_ready`."""
-        await self._client.check_ready()
 
 
 def _with_seed(request: UserRequest) -> UserRequest:

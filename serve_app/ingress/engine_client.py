@@ -1,4 +1,4 @@
-"""The way from the ingress to the engine: a protocol, and the one that goes through a Serve handle."""
+"""The way from the ingress to the engine: a protocol, what wraps one, and the one that goes through a Serve handle."""
 
 from __future__ import annotations
 
@@ -45,6 +45,41 @@ class EngineClient(Protocol):
 
     async def check_ready(self) -> None:
         """Raises `EngineUnavailableError` when no replica can serve."""
+
+
+class WrappingClient:
+    """What clients around another one share: they change how calls are generated, all else goes through.
+
+    Args:
+        client: the one within.
+    """
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+
+    def generate(self, request: UserRequest) -> AsyncGenerator[list[Delivery], None]:
+        """See `EngineClient.generate`."""
+        return self._client.generate(request)
+
+    async def cancel_call(self, call_id: str, tenant: str | None) -> int:
+        """See `EngineClient.cancel_call`."""
+        return await self._client.cancel_call(call_id, tenant)
+
+    async def loads(self) -> list[EngineLoad]:
+        """See `EngineClient.loads`."""
+        return await self._client.loads()
+
+    async def has_replica(self) -> bool:
+        """See `EngineClient.has_replica`."""
+        return await self._client.has_replica()
+
+    async def wait_for_replica(self) -> None:
+        """See `EngineClient.wait_for_replica`."""
+        await self._client.wait_for_replica()
+
+    async def check_ready(self) -> None:
+        """See `EngineClient.check_ready`."""
+        await self._client.check_ready()
 
 
 class ServeEngineClient:

@@ -11,9 +11,9 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from serve_app.engine.request import Delivery, EngineLoad, FinishReason, UserRequest
+from serve_app.engine.request import Delivery, FinishReason, UserRequest
 from serve_app.ingress.call_log import record_of
-from serve_app.ingress.engine_client import EngineClient
+from serve_app.ingress.engine_client import EngineClient, WrappingClient
 from serve_app.tracing import PROPAGATOR
 
 PROBES = ("/health", "/ready")
@@ -62,7 +62,7 @@ class TraceCalls:
                     span.set_status(StatusCode.ERROR, record.ending)
 
 
-class TracedClient:
+class TracedClient(WrappingClient):
     """An engine client whose calls are spans, and say so to the engine.
 
     Args:
@@ -71,7 +71,7 @@ class TracedClient:
     """
 
     def __init__(self, client: EngineClient, tracer: Tracer) -> None:
-        self._client = client
+        super().__init__(client)
         self._tracer = tracer
 
     async def generate(self, request: UserRequest) -> AsyncGenerator[list[Delivery], None]:
@@ -87,23 +87,3 @@ class TracedClient:
                     yield deliveries
         finally:
             span.end()
-
-    async def cancel_call(self, call_id: str, tenant: str | None) -> int:
-        """See `EngineClient.cancel_call`."""
-        return await self._client.cancel_call(call_id, tenant)
-
-    async def loads(self) -> list[EngineLoad]:
-        """See `EngineClient.loads`."""
-        return await self._client.loads()
-
-    async def has_replica(self) -> bool:
-        """See `EngineClient.has_replica`."""
-        return await self._client.has_replica()
-
-    async def wait_for_replica(self) -> None:
-        """See `EngineClient.wait_for_replica`."""
-        await self._client.wait_for_replica()
-
-    async def check_ready(self) -> None:
-        """See `EngineClient.check_ready`."""
-        await self._client.check_ready()
