@@ -29,6 +29,7 @@ def with_two(config):
     application, engine = application_of(config), deployment_of(config, "Engine")
     application["import_path"] = "tests.serve.faulty:build_app"
     application["args"]["engine"]["stall_timeout_s"] = 3
+    engine["health_check_timeout_s"] = 3
     engine["autoscaling_config"]["min_replicas"] = 2
     engine["max_replicas_per_node"] = 1
     deployment_of(config, "Ingress")["ray_actor_options"]["resources"] = {"head": 0.01}  # not lost with the other node
@@ -258,6 +259,15 @@ def test_streams_survive_an_engine_that_makes_no_progress_or_has_died(deployed, 
     assert not (tiny_folder / fault).exists()
     wait_for_replicas("Engine", 2)
     assert len(before & {process.pid for process in replicas("Engine")}) == 1
+    assert deployed.http.get(f"/{TINY}/ready").status_code == 200
+
+
+def test_streams_survive_a_replica_that_is_frozen(deployed, two_engines):
+    """Neither its threads nor its event loop run any more, so it cannot end itself: Serve kills it."""
+    frozen = replicas("Engine")[0]
+    survive(deployed, frozen.suspend)
+    wait_for_replicas("Engine", 2)
+    frozen.wait(60)  # it is gone
     assert deployed.http.get(f"/{TINY}/ready").status_code == 200
 
 
