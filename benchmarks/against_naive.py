@@ -42,9 +42,15 @@ def report(name: str, result: LoadResult) -> None:
         raise SystemExit(f"the load met errors: {result.errors[:3]}")
 
 
+def bounds(text: str) -> tuple[int, int]:
+    """`30,120` as numbers."""
+    least, most = map(int, text.split(","))
+    return least, most
+
+
 def median(results: Sequence[LoadResult], name: str) -> float:
     """Median of a figure over the repeats."""
-    return statistics.median(getattr(result, name) for result in results)
+    return float(statistics.median(getattr(result, name) for result in results))
 
 
 def main() -> int:
@@ -59,7 +65,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=2, help="interleaved runs of each (default 2)")
     parser.add_argument("--port", type=int, default=8123)
     args = parser.parse_args()
-    words, tokens = (tuple(map(int, bounds.split(","))) for bounds in (args.prompt_words, args.output_tokens))
+    words, tokens = bounds(args.prompt_words), bounds(args.output_tokens)
     configs = {"ours": our_config(args.port), "naive": naive_config(args.port, args.naive_batch_size)}
     results: dict[str, list[LoadResult]] = {name: [] for name in configs}
     for repeat in range(args.repeats):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import os
 import sys
 import time
@@ -166,7 +167,7 @@ def main() -> int:
     with ray_serve(config_of(port), port) as server:
         import ray
 
-        ray.init(address="auto", namespace="serve", log_to_driver=False, logging_level="WARNING")
+        ray.init(address="auto", namespace="serve", log_to_driver=False, logging_level=logging.WARNING)
         server.settle()
         played, glances = asyncio.run(replay(server.url, trace()))
         ray.shutdown()

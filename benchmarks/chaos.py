@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import os
 import random
 import shutil
@@ -236,12 +237,11 @@ def draw(reports: list[CallReport], kills: list[Kill], memory: list[Memory], sta
     figure = Figure(figsize=(9, 8), layout="constrained")
     (rates, waits, sizes) = figure.subplots(3, 1, sharex=True)
     steps = int(memory[-1].at_s / step_s) + 1
-    for name, is_one in (
-        ("whole answers", lambda report: report.ending == "complete"),
-        ("refused (429)", lambda report: report.status == 429),
-        ("other endings", lambda report: report.ending != "complete" and report.status != 429),
-    ):
-        counts = Counter(int((report.ended_at - started_at) / step_s) for report in reports if is_one(report))
+    whole = [report for report in reports if report.ending == "complete"]
+    refused = [report for report in reports if report.status == 429]
+    others = [report for report in reports if report.ending != "complete" and report.status != 429]
+    for name, ended in {"whole answers": whole, "refused (429)": refused, "other endings": others}.items():
+        counts = Counter(int((report.ended_at - started_at) / step_s) for report in ended)
         rates.plot([step * step_s for step in range(steps)], [counts[step] / step_s for step in range(steps)], label=name)
     rates.set_ylabel("calls/s")
     first = [(report.started_at - started_at, report.ttft_s) for report in reports if report.ttft_s is not None]
@@ -329,7 +329,7 @@ def main() -> int:
         with ray_serve(chaos_config(args.port, args.budget), args.port) as server:
             import ray
 
-            ray.init(address="auto", namespace="serve", log_to_driver=False, logging_level="WARNING")
+            ray.init(address="auto", namespace="serve", log_to_driver=False, logging_level=logging.WARNING)
             server.settle()
             found = uvloop.run(run(server, args))
             (RESULTS / "chaos.json").write_text(json.dumps(found, indent=1))

@@ -27,7 +27,8 @@ def engine_memory(server: Server) -> tuple[float, float]:
         except OSError:
             continue
         if b"Engine" in name:
-            found = max(found, tuple(int(status[key].split()[0]) / 1000 for key in ("VmRSS", "VmHWM")))
+            now, highest = (int(status[key].split()[0]) / 1000 for key in ("VmRSS", "VmHWM"))
+            found = max(found, (now, highest))
     return found
 
 

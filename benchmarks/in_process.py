@@ -14,7 +14,6 @@ import resource
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import uvloop
 
@@ -30,7 +29,7 @@ PROMPT_WORDS, OUTPUT_TOKENS = (30, 120), (16, 128)
 
 
 async def run(
-    engine: BatchInferenceEngine, prompts: Sequence[Sequence[int]], jobs: Sequence[Job], concurrency: int
+    engine: BatchInferenceEngine, prompts: Sequence[tuple[int, ...]], jobs: Sequence[Job], concurrency: int
 ) -> LoadResult:
     """Keeps `concurrency` requests in the engine until all jobs are done."""
     waiting: Iterator[tuple[int, Job]] = iter(enumerate(jobs))
@@ -60,7 +59,7 @@ async def run(
 
 def measure(engine: BatchInferenceEngine, tokenizer: Tokenizer, jobs: Sequence[Job], concurrency: int) -> dict[str, object]:
     """One load; the fields of a row of benchmarks.compare."""
-    prompts = [tokenizer.encode(job.prompt) for job in jobs]
+    prompts = [tuple(tokenizer.encode(job.prompt)) for job in jobs]
     before = resource.getrusage(resource.RUSAGE_SELF)
     result = uvloop.run(run(engine, prompts, jobs, concurrency))
     after = resource.getrusage(resource.RUSAGE_SELF)
@@ -85,7 +84,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     checkpoint = find_checkpoint("builtin")
-    tokenizer = Tokenizer.load(Path(checkpoint.path), checkpoint.revision)
+    tokenizer = Tokenizer.load(checkpoint.path, checkpoint.revision)
     engine = load_engine(engine=EngineConfig(quantization=args.quantization, precision=args.precision))
     measure(engine, tokenizer, mixed_jobs(8, 99, PROMPT_WORDS, OUTPUT_TOKENS, long_tail=False), 8)  # warm up
     rows = []

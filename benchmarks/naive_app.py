@@ -29,11 +29,12 @@ class Naive:
     def __init__(self, source: str, max_batch_size: int, batch_wait_timeout_s: float) -> None:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
         checkpoint = find_checkpoint(source)
-        self._model = load_model(checkpoint)
+        self._model: Any = load_model(checkpoint)
         self._model.set_attn_implementation("sdpa")
-        self._tokenizer = AutoTokenizer.from_pretrained(checkpoint.path, padding_side="left")
-        self._generate.set_max_batch_size(max_batch_size)
-        self._generate.set_batch_wait_timeout_s(batch_wait_timeout_s)
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint.path, padding_side="left")
+        batched: Any = self._generate  # the decorator adds the two setters
+        batched.set_max_batch_size(max_batch_size)
+        batched.set_batch_wait_timeout_s(batch_wait_timeout_s)
 
     @serve.batch(max_batch_size=32, batch_wait_timeout_s=0.05)
     async def _generate(self, bodies: list[dict[str, Any]]) -> list[str]:
@@ -64,8 +65,10 @@ class Naive:
 
 def build_app(args: dict[str, Any]) -> Application:
     """args: source, max_batch_size, batch_wait_timeout_s."""
-    return Naive.bind(
+    deployment: Any = Naive  # the decorator makes one of the class
+    application: Application = deployment.bind(
         args.get("source", "builtin"),
         int(args.get("max_batch_size", 32)),
         float(args.get("batch_wait_timeout_s", 0.05)),
     )
+    return application

@@ -11,6 +11,7 @@ exits with 1 when all parts together take 1 % of the time or more.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import time
@@ -111,7 +112,7 @@ def main() -> int:
     with ray_serve(our_config(port), port) as server:
         import ray
 
-        ray.init(address="auto", namespace="serve", log_to_driver=False, logging_level="WARNING")
+        ray.init(address="auto", namespace="serve", log_to_driver=False, logging_level=logging.WARNING)
         server.settle()
         result, num_steps = uvloop.run(load(server.url, args.requests))
         found = costs(result, num_steps)

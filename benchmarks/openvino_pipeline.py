@@ -5,16 +5,20 @@
 Prints, as its last line, one object per load as JSON.
 """
 
+from __future__ import annotations
+
 import json
 import resource
 import statistics
 import sys
 import time
+from itertools import pairwise
+from typing import Any
 
 import openvino_genai
 
 
-def settings(max_tokens):
+def settings(max_tokens: int) -> Any:
     """Greedy, and exactly so many tokens."""
     config = openvino_genai.GenerationConfig()
     config.max_new_tokens = config.min_new_tokens = max_tokens
@@ -23,9 +27,11 @@ def settings(max_tokens):
     return config
 
 
-def run(pipeline, concurrency, jobs):
+def run(pipeline: Any, concurrency: int, jobs: list[tuple[str, int]]) -> dict[str, float | str]:
     """Keeps `concurrency` requests in the pipeline until all jobs are done."""
-    waiting, running, outcomes = list(enumerate(jobs)), {}, []
+    waiting = list(enumerate(jobs))
+    running: dict[int, dict[str, Any]] = {}
+    outcomes: list[dict[str, Any]] = []
     cpu, started_at = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
     while waiting or running:
         while waiting and len(running) < concurrency:
@@ -42,7 +48,7 @@ def run(pipeline, concurrency, jobs):
             if state["handle"].get_status() != openvino_genai.GenerationStatus.RUNNING:
                 outcomes.append(running.pop(index))
     elapsed_s, used = time.perf_counter() - started_at, resource.getrusage(resource.RUSAGE_SELF)
-    gaps = [(b - a) * 1000 for o in outcomes for a, b in zip(o["times"], o["times"][1:])]  # noqa: B905
+    gaps = [(b - a) * 1000 for o in outcomes for a, b in pairwise(o["times"])]
     per_token = [(o["times"][-1] - o["times"][0]) * 1000 / max(len(o["times"]) - 1, 1) for o in outcomes]
     return {
         "load": f"c={concurrency}",

@@ -91,6 +91,11 @@ def series_of(url: str, query: str, since: float, until: float) -> list[dict[str
     return found
 
 
+def named(legend: str, labels: dict[str, str]) -> str:
+    """A legend of the dashboard, `{{label}}` replaced by a series' value of it."""
+    return re.sub(r"{{(\w+)}}", lambda found: labels.get(found[1], ""), legend)
+
+
 def picture_dashboard(url: str, since: float, until: float) -> None:
     """All panels of deploy/grafana/dashboard.json, where they are in it."""
     from matplotlib.figure import Figure
@@ -101,8 +106,7 @@ def picture_dashboard(url: str, since: float, until: float) -> None:
     for panel, axis in zip(panels, axes.flat, strict=False):
         for target in panel["targets"]:
             for series in series_of(url, target["expr"], since, until):
-                names = re.compile(r"{{(\w+)}}")
-                label = names.sub(lambda found, of=series: of["metric"].get(found[1], ""), target["legendFormat"])
+                label = named(target["legendFormat"], series["metric"])
                 points = [(float(at) - since, float(value)) for at, value in series["values"]]
                 axis.plot(*zip(*points, strict=True), label=label, linewidth=1.5)
         unit = UNITS[panel["fieldConfig"]["defaults"].get("unit", "short")]

@@ -105,7 +105,8 @@ async def talk(session: aiohttp.ClientSession, url: str, seed: int, num_turns: i
             "stream_options": {"include_usage": True},
         }
         started_at = time.perf_counter()
-        ttft_s, answer, usage = 0.0, "", {}
+        ttft_s, answer = 0.0, ""
+        usage: dict[str, Any] = {}
         async with session.post(f"{url}/v1/chat/completions", json=body) as response:
             response.raise_for_status()
             async for line in response.content:
