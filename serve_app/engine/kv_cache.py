@@ -69,14 +69,17 @@ class BlockLedger:
             self._references[block] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """Takes `count` free blocks, fresh ones first, then the least recently used cached ones.
+        """Takes `count` free blocks, fresh ones first, then the least recently used cached ones; in ascending order.
+
+        Blocks come back last one first. In ascending order a context lies in as few pieces as it can, and memory reads
+        ahead best.
 
         Raises:
             OutOfBlocksError: fewer are free; nothing was taken.
         """
         if count > self.num_free:
             raise OutOfBlocksError(f"{count} blocks asked, {self.num_free} free")
-        blocks = [self._fresh.popleft() if self._fresh else self._evict() for _ in range(count)]
+        blocks = sorted(self._fresh.popleft() if self._fresh else self._evict() for _ in range(count))
         for block in blocks:
             self._references[block] = 1
         return blocks
