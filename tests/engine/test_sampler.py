@@ -40,6 +40,15 @@ def test_draws_follow_the_distribution(temperature):
     assert chi_square(drawn, expected) < 25  # 5 degrees of freedom: p = 0.0001
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_greedy_takes_the_largest_and_of_equal_ones_the_first(dtype):
+    torch.manual_seed(0)
+    logits = torch.randn(33, 1001).to(dtype)
+    logits[:, 700] = logits[:, 300] = logits.max() + 1
+    greedy = [row(temperature=0.0) for _ in range(33)]
+    assert [d.token for d in Sampler(1001, CPU).sample(logits, greedy)] == [300] * 33
+
+
 def test_a_rare_token_is_drawn_as_rarely_as_it_should_be():
     logits = torch.zeros(1000)
     logits[0] = math.log(999 * 99)  # 99 %
